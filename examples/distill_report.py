@@ -1,0 +1,235 @@
+"""What `distill.py` shows in the end: do the losses go on after resuming, and what did each rank need?
+
+The phases leave one JSON record per rank; `show` reads them all, prints two tables and draws one picture.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import fmean
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.table import Table
+
+# [Note: how close the resumed losses have to be] Both second halves start from the same bits, see the same
+# batches and use the same number of threads. What is left is the order in which gradients are added, two ranks'
+# parts there and two accumulated micro-batches here: with two ranks that is the same sum to the last bit, with
+# more it differs by the rounding of fp32, 1e-7. Adam divides by the root of the second moment, so rounding in
+# a tiny gradient moves its weight as far as any other, and the losses drift apart over the steps.
+CLOSE = 1e-3
+
+PARTS = {
+    "parameters": "#4C72B0",
+    "gradients": "#DD8452",
+    "optimizer": "#55A868",
+    "frames": "#C44E52",
+}
+REST = "#D0D0D0"
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one process holds of the models, in bytes. Frames are gathered copies of sharded parameters."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    frames: int
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One rank's account of a phase. `losses[i]` is of step `first_step + i`, over its own micro-batches."""
+
+    phase: str
+    rank: int
+    world: int
+    first_step: int
+    losses: list[float]
+    step_seconds: float
+    nbytes: Bytes
+    peak_pss: int
+
+    def write(self, out: Path) -> None:
+        """Leave the record in `out` for the report."""
+        folder = out / "records"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{self.phase}-{self.rank}.json").write_text(json.dumps(asdict(self), indent=2))
+
+    @classmethod
+    def read(cls, file: Path) -> Record:
+        """Read what `write` left."""
+        values = json.loads(file.read_text())
+        return cls(**{**values, "nbytes": Bytes(**values["nbytes"])})
+
+
+@dataclass(frozen=True)
+class Results:
+    """All the records of one demo."""
+
+    train: list[Record]
+    resume: Record
+    plain: Record
+
+    @classmethod
+    def read(cls, out: Path) -> Results:
+        """Collect the records of all phases."""
+        folder = out / "records"
+        train = [
+            Record.read(folder / f"train-{rank}.json") for rank in range(len(list(folder.glob("train-*"))))
+        ]
+        return cls(train, Record.read(folder / "resume-0.json"), Record.read(folder / "plain-0.json"))
+
+    @property
+    def train_losses(self) -> list[float]:
+        """The loss of each global batch of the first run: the mean over its ranks' equal shares."""
+        return [fmean(shares) for shares in zip(*(record.losses for record in self.train), strict=True)]
+
+    @property
+    def deviations(self) -> list[float]:
+        """Relative difference of the resumed run's losses from those of the first run's second half."""
+        expected = self.train_losses[self.resume.first_step :]
+        return [abs(b - a) / abs(a) for a, b in zip(expected, self.resume.losses, strict=True)]
+
+
+def console() -> Console:
+    """The terminal; where there is none, a page wide enough for the tables."""
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=100)
+
+
+def show(console: Console, out: Path, seconds: float) -> None:
+    """Print both tables, draw the picture, and stop with an error if the resumed run went elsewhere."""
+    results = Results.read(out)
+    console.print(losses_table(results))
+    console.print(memory_table(results))
+    picture = draw(results, out / "loss_and_memory.png")
+    console.print(f"the picture is {picture}; all of it took {seconds:.0f} s")
+
+    worst = max(results.deviations)
+    verdict = f"largest relative difference after resuming: {worst:.1e} (bound {CLOSE:.0e})"
+    if worst > CLOSE:
+        raise SystemExit(f"The resumed run does not go on where the first one stood; {verdict}")
+    console.print(f"[green]the losses go on where they stood[/green]; {verdict}")
+
+
+def losses_table(results: Results) -> Table:
+    """Both second halves side by side."""
+    first = results.resume.first_step
+    table = Table(title="Loss after the checkpoint", title_justify="left")
+    table.add_column("step", justify="right")
+    table.add_column(f"{len(results.train)} ranks, uninterrupted", justify="right")
+    table.add_column("1 rank, resumed", justify="right")
+    table.add_column("relative difference", justify="right")
+    pairs = zip(results.train_losses[first:], results.resume.losses, results.deviations, strict=True)
+    for step, (a, b, deviation) in enumerate(pairs, start=first):
+        table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{deviation:.1e}")
+    return table
+
+
+def memory_table(results: Results) -> Table:
+    """What each process held, and what one without zeropage holds."""
+    table = Table(title="Memory of a process, MB", title_justify="left", caption_justify="left")
+    table.add_column("process", no_wrap=True)
+    for column in (*PARTS, "sum", "peak PSS", "s/step"):
+        table.add_column(column, justify="right")
+    for record in (*results.train, results.resume, results.plain):
+        parts = (mega(getattr(record.nbytes, part)) for part in PARTS)
+        table.add_row(
+            label(record),
+            *parts,
+            mega(record.nbytes.total),
+            mega(record.peak_pss),
+            f"{record.step_seconds:.2f}",
+            end_section=record == results.train[-1],
+        )
+    table.caption = (
+        "Bytes as zeropage's engine counts them; in the last row computed, 2 for a parameter of the teacher, "
+        "4 + 4 + 8 for one of the student. PSS is measured: activations, libraries and Python are in it too."
+    )
+    return table
+
+
+def draw(results: Results, file: Path) -> Path:
+    """Losses on the left, memory on the right."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.2), width_ratios=(3, 2))
+    draw_losses(left, results)
+    draw_memory(right, results)
+    figure.suptitle("SmolLM2-135M distilled into a 19 M Llama with zeropage", fontsize=14)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+    return file
+
+
+def draw_losses(axes: Axes, results: Results) -> None:
+    """One line for the uninterrupted run, dots for the resumed one on top of it."""
+    first, losses = results.resume.first_step, results.train_losses
+    steps = range(first, first + len(results.resume.losses))
+    axes.plot(losses, color="#4C72B0", linewidth=2, label=f"{len(results.train)} ranks, uninterrupted")
+    axes.plot(steps, results.resume.losses, "o", color="#DD8452", markersize=5, label="resumed on 1 rank")
+    axes.axvline(first, color="#777777", linestyle="--", linewidth=1)
+    axes.annotate(
+        "checkpoint saved\nand loaded here",
+        xy=(first, axes.get_ylim()[1]),
+        xytext=(8, -8),
+        textcoords="offset points",
+        verticalalignment="top",
+        color="#555555",
+    )
+    axes.set(xlabel="optimizer step", ylabel="loss: mean of KL and cross-entropy, nats/token")
+    axes.set_title(
+        f"the losses go on (largest relative difference {max(results.deviations):.0e})", fontsize=11
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower left", frameon=False)
+
+
+def draw_memory(axes: Axes, results: Results) -> None:
+    """A stacked bar for each rank of the first run, and one for a rank without zeropage."""
+    bars = [*results.train, results.plain]
+    names = [label(record, separator="\n") for record in bars]
+    floor = [0.0] * len(bars)
+    for part, color in PARTS.items():
+        heights = [getattr(record.nbytes, part) / 1e6 for record in bars]
+        axes.bar(names, heights, 0.6, bottom=floor, color=color, label=part)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    for x, (record, top) in enumerate(zip(bars, floor, strict=True)):
+        axes.text(x, top - 20, f"{top:.0f} MB", ha="center", va="top", color="white", fontweight="bold")
+        axes.text(x, record.peak_pss / 1e6, f"{record.peak_pss / 1e6:.0f} MB", ha="center", va="bottom")
+    rest = [max(0.0, record.peak_pss / 1e6 - top) for record, top in zip(bars, floor, strict=True)]
+    axes.bar(names, rest, 0.6, bottom=floor, color=REST, label="activations, libraries, Python")
+    axes.set_ylim(top=1.28 * max(record.peak_pss for record in bars) / 1e6)
+    axes.set(ylabel="MB of a process (bar: peak PSS)")
+    axes.set_title("what each process needs", fontsize=11)
+    axes.legend(loc="upper left", fontsize=8, ncols=2, frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def label(record: Record, separator: str = " ") -> str:
+    """A record's name in tables and under bars."""
+    names = {
+        "train": f"zeropage,{separator}rank {record.rank} of {record.world}",
+        "resume": f"zeropage,{separator}1 rank resumed",
+        "plain": f"without{separator}zeropage",
+    }
+    return names[record.phase]
+
+
+def mega(nbytes: int) -> str:
+    """Bytes in millions, for a table."""
+    return f"{nbytes / 1e6:.1f}"

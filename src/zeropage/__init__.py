@@ -1,0 +1,32 @@
+"""zeropage: ZeRO-3 training on demand-paged parameters.
+
+Parameters, gradients and optimizer states are cut over the ranks; an operator that touches a parameter
+faults it in. See https://zeropage.readthedocs.io for concepts, or `help(zeropage.Engine)` to start.
+"""
+
+from zeropage import errors
+from zeropage.checkpoint import LoadResult
+from zeropage.config import Config
+from zeropage.construct import init, shard
+from zeropage.edit import full, gather, is_paged, local, resident
+from zeropage.engine import Engine, MemoryReport, StepResult
+from zeropage.tensor import PagedTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "Engine",
+    "LoadResult",
+    "MemoryReport",
+    "PagedTensor",
+    "StepResult",
+    "errors",
+    "full",
+    "gather",
+    "init",
+    "is_paged",
+    "local",
+    "resident",
+    "shard",
+]

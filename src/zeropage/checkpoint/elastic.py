@@ -1,0 +1,272 @@
+"""Checkpoints that any number of ranks loads: logical tensors by name, each rank reading and writing boxes.
+
+A folder holds one sub-folder a tag, in the format of `torch.distributed.checkpoint`, and a file `latest` that
+names the last one. Keys are `model.<name>`, `master.<name>` (fp32 values behind a 16-bit parameter),
+`optimizer.<name>.<state>` and `extra` (a pickled-free byte tensor with counters, groups and client state).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from zeropage.errors import CheckpointError
+from zeropage.optim import ShardedOptimizer, record_of
+from zeropage.steps import over_slice
+from zeropage.tensor import PagedTensor
+
+if TYPE_CHECKING:
+    from zeropage.engine import Engine
+
+__all__ = ["LoadResult", "load_checkpoint", "save_checkpoint"]
+
+_LATEST = "latest"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What `Engine.load` found: the tag, and the `client_state` that was saved with it."""
+
+    tag: str
+    client_state: dict[str, Any]
+    global_step: int
+
+
+def save_checkpoint(
+    engine: Engine, folder: Path, tag: str | None, client_state: Mapping[str, Any] | None, *, wait: bool
+) -> str:
+    """See `Engine.save`. `wait=False` is accepted and waits: writing beside training is not there yet."""
+    tag = tag if tag is not None else f"step{engine.global_step}"
+    if not tag or "/" in tag or tag == _LATEST:
+        raise CheckpointError(f"tag {tag!r} cannot name a checkpoint; use letters and digits")
+    for pager in engine.pagers:
+        pager.close_batch()
+        pager.transport.meet(f"save {tag}")
+    state = _tensors(engine)
+    state["extra"] = _pack(
+        {
+            "version": _VERSION,
+            "progress": engine.progress(),
+            "groups": _groups(engine),
+            "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+            "client_state": dict(client_state or {}),
+        }
+    )
+    with torch.no_grad():
+        dcp.save(state, checkpoint_id=folder / tag, no_dist=engine.pagers[0].transport.world == 1)
+    if engine.pagers[0].transport.rank == 0:
+        _point(folder, tag)
+    engine.pagers[0].transport.meet(f"saved {tag}")
+    return tag
+
+
+def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_only: bool) -> LoadResult:
+    """See `Engine.load`."""
+    tag = _latest(folder) if tag is None else tag
+    path = folder / tag
+    if not (path / ".metadata").exists():
+        raise CheckpointError(f"{path} is not a checkpoint: it has no .metadata file")
+    reader = dcp.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    extra = _read_extra(path, metadata)
+    _check_model(engine, metadata, path)
+    sharded = engine.sharded_optimizer
+    if not weights_only and sharded is not None:
+        _check_optimizer(engine, sharded, extra, path)
+    for pager in engine.pagers:
+        pager.close_batch()
+        for page in list(pager.pages.values()):
+            page.settle_casts()
+        pager.transport.open_writes(f"load {tag}")
+    state: dict[str, Any] = {f"model.{name}": value for name, value in _model(engine).items()}
+    restored = {} if weights_only or sharded is None else _empty_optimizer(engine, sharded, metadata)
+    state.update({key: value for key, (value, _) in restored.items()})
+    masters = {} if weights_only or sharded is None else _empty_masters(engine, metadata)
+    state.update(masters)
+    with torch.no_grad():
+        dcp.load(state, checkpoint_id=path, no_dist=engine.pagers[0].transport.world == 1)
+    for parameter in engine.module.parameters():
+        if isinstance(parameter, PagedTensor):
+            parameter._node.page.changed()
+            torch.autograd.graph.increment_version(parameter)
+    if sharded is not None and not weights_only:
+        _restore_optimizer(engine, sharded, extra, restored, masters)
+        engine.restore_progress(extra["progress"])
+        if engine.lr_scheduler is not None and extra["scheduler"] is not None:
+            engine.lr_scheduler.load_state_dict(extra["scheduler"])
+    for pager in engine.pagers:
+        pager.transport.close_writes()
+    return LoadResult(tag, extra["client_state"], int(extra["progress"]["global_step"]))
+
+
+# -- what is saved
+
+
+def _model(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in engine.module.state_dict(keep_vars=True).items()}
+
+
+def _names(engine: Engine) -> dict[PagedTensor, str]:
+    return {p: name for name, p in engine.module.named_parameters() if isinstance(p, PagedTensor)}
+
+
+def _tensors(engine: Engine) -> dict[str, Any]:
+    state: dict[str, Any] = {f"model.{name}": value for name, value in _model(engine).items()}
+    sharded = engine.sharded_optimizer
+    if sharded is None:
+        return state
+    names = _names(engine)
+    for parameter in sharded.parameters():
+        name, record = names[parameter], record_of(parameter)
+        master = sharded.masters.get(record)
+        if master is not None and master.version == record.page.version:
+            state[f"master.{name}"] = over_slice(master.values, record.page, f"{name} in fp32")
+        for key, value in sharded.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def _groups(engine: Engine) -> list[dict[str, Any]]:
+    sharded = engine.sharded_optimizer
+    if sharded is None:
+        return []
+    names = _names(engine)
+    return [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[p] for p in group["params"]]}
+        for group in sharded.optimizer.param_groups
+    ]
+
+
+# -- what is loaded
+
+
+def _read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
+    described = metadata.state_dict_metadata.get("extra")
+    if not isinstance(described, TensorStorageMetadata):
+        raise CheckpointError(f"{path} was not written by zeropage: it has no entry 'extra'")
+    data = torch.empty(described.size, dtype=torch.uint8)
+    dcp.load({"extra": data}, checkpoint_id=path, no_dist=True)
+    extra: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    if extra["version"] > _VERSION:
+        raise CheckpointError(
+            f"{path} has format version {extra['version']}; this zeropage reads up to {_VERSION}"
+        )
+    return extra
+
+
+def _check_model(engine: Engine, metadata: Metadata, path: Path) -> None:
+    saved = metadata.state_dict_metadata
+    problems = []
+    for name, value in _model(engine).items():
+        described = saved.get(f"model.{name}")
+        if not isinstance(described, TensorStorageMetadata):
+            problems.append(f"{name} is missing")
+        elif described.size != value.shape:
+            problems.append(f"{name} has shape {tuple(described.size)} there and {tuple(value.shape)} here")
+    if problems:
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems[:8])}")
+
+
+def _check_optimizer(engine: Engine, sharded: ShardedOptimizer, extra: dict[str, Any], path: Path) -> None:
+    saved, here = extra["groups"], _groups(engine)
+    if len(saved) != len(here):
+        raise CheckpointError(f"{path} has {len(saved)} optimizer groups, this engine has {len(here)}")
+    for index, (there, mine) in enumerate(zip(saved, here, strict=True)):
+        if there["params"] != mine["params"]:
+            odd = sorted(set(there["params"]) ^ set(mine["params"])) or ["their order"]
+            raise CheckpointError(
+                f"optimizer group {index} of {path} holds other parameters: {', '.join(odd[:8])}"
+            )
+
+
+def _empty_optimizer(
+    engine: Engine, sharded: ShardedOptimizer, metadata: Metadata
+) -> dict[str, tuple[torch.Tensor, tuple[PagedTensor, str]]]:
+    """Room for every saved state of every parameter, by key."""
+    found: dict[str, tuple[torch.Tensor, tuple[PagedTensor, str]]] = {}
+    by_name = {name: parameter for parameter, name in _names(engine).items()}
+    stepped = set(sharded.parameters())
+    for key, described in metadata.state_dict_metadata.items():
+        if not key.startswith("optimizer.") or not isinstance(described, TensorStorageMetadata):
+            continue
+        name, state = key.removeprefix("optimizer.").rsplit(".", 1)
+        parameter = by_name.get(name)
+        if parameter is None or parameter not in stepped:
+            continue
+        found[key] = (_room(described, parameter, key), (parameter, state))
+    return found
+
+
+def _empty_masters(engine: Engine, metadata: Metadata) -> dict[str, torch.Tensor]:
+    found = {}
+    for parameter, name in _names(engine).items():
+        described = metadata.state_dict_metadata.get(f"master.{name}")
+        if isinstance(described, TensorStorageMetadata):
+            found[f"master.{name}"] = _room(described, parameter, f"master.{name}")
+    return found
+
+
+def _room(described: TensorStorageMetadata, parameter: PagedTensor, name: str) -> torch.Tensor:
+    page = parameter._node.page
+    dtype = described.properties.dtype
+    if described.size != page.spec.shape:
+        return torch.zeros(described.size, dtype=dtype)
+    low, high = page.bounds
+    return over_slice(torch.zeros(high - low, dtype=dtype, device=page.spec.device), page, name)
+
+
+def _restore_optimizer(
+    engine: Engine,
+    sharded: ShardedOptimizer,
+    extra: dict[str, Any],
+    restored: dict[str, tuple[torch.Tensor, tuple[PagedTensor, str]]],
+    masters: dict[str, torch.Tensor],
+) -> None:
+    optimizer = sharded.optimizer
+    for parameter in sharded.parameters():
+        optimizer.state.pop(parameter, None)
+    for value, (parameter, key) in restored.values():
+        optimizer.state[parameter][key] = value
+    for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    sharded.masters.clear()
+    for parameter, name in _names(engine).items():
+        master = masters.get(f"master.{name}")
+        if isinstance(master, PagedTensor):
+            sharded.keep_master(record_of(parameter), master._node.page.own())
+
+
+# -- small files
+
+
+def _pack(values: dict[str, Any]) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _point(folder: Path, tag: str) -> None:
+    """Replace `latest` in one step."""
+    temporary = folder / f".{_LATEST}.new"
+    with temporary.open("w") as file:
+        file.write(tag)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(folder / _LATEST)
+
+
+def _latest(folder: Path) -> str:
+    pointer = folder / _LATEST
+    if not pointer.exists():
+        raise CheckpointError(f"{folder} holds no checkpoint: there is no file {_LATEST!r}; name a tag")
+    return pointer.read_text().strip()

@@ -1,0 +1,92 @@
+"""The command line: `zeropage env` looks at the machine, `zeropage demo` runs the example.
+
+Commands are thin: they read their options, call one function and print. torch is imported by the command
+that needs it, so that `--help` and `--version` answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["app", "demo_program"]
+
+app = typer.Typer(
+    name="zeropage",
+    help="ZeRO stage 3 for PyTorch, with parameters as demand-paged memory.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+class TransportChoice(str, Enum):
+    """How ranks reach each other's slices; `auto` takes the first that can run."""
+
+    auto = "auto"
+    shared = "shared"
+    collective = "collective"
+    local = "local"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"zeropage {metadata.version('zeropage')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options that come before a command."""
+
+
+@app.command()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show versions, devices, memory limits, and which transports can run here and why not."""
+    from zeropage import environment
+
+    found = environment.collect()
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        Console().print(environment.render(found))
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the first run.")] = 2,
+    transport: Annotated[TransportChoice, typer.Option(help="Transport of the first run.")] = (
+        TransportChoice.auto
+    ),
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps; the checkpoint is half-way.")] = 40,
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Train on this file instead of Python's library."),
+    ] = None,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Where results and the picture go.")] = Path(
+        "demo"
+    ),
+) -> None:
+    """Distil SmolLM2-135M into a small Llama over several ranks, resume on one, and show the memory."""
+    command = [sys.executable, str(demo_program()), "--ranks", str(ranks), "--transport", transport.value]
+    command += ["--steps", str(steps), "--out", str(out)]
+    command += [] if text is None else ["--text", str(text)]
+    raise typer.Exit(subprocess.run(command).returncode)
+
+
+def demo_program() -> Path:
+    """The file of the example, in a checkout and in an installed package alike."""
+    return Path(__file__).with_name("_examples") / "distill.py"

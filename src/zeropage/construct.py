@@ -1,0 +1,184 @@
+"""Making a sharded model: parameters are paged as they are made, or an existing model in place.
+
+Every path handles one parameter at a time, so building, loading and initialising take the shards plus one
+parameter's worth of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from zeropage.config import Config
+from zeropage.errors import AdoptionError, OutOfMemoryError
+from zeropage.gradients import Gradients
+from zeropage.layout import Layout
+from zeropage.memory.host import available_bytes
+from zeropage.pager import Pager
+from zeropage.steps import StepHooks
+from zeropage.tensor import PagedTensor
+from zeropage.transport import find_group, open_transport
+from zeropage.watch import Watcher, storage_key
+
+__all__ = ["Space", "init", "pagers_of", "shard", "space_of"]
+
+ConfigLike = Config | Mapping[str, Any] | str | Path | None
+_M = TypeVar("_M", bound=nn.Module)
+
+
+class Space:
+    """Everything that serves the pages of one `init` or `shard` call."""
+
+    def __init__(self, config: Config, group: object, *, on_cpu: bool) -> None:
+        found = find_group(group, config.timeout_s)
+        self.pager = Pager(open_transport(config, found, on_cpu=on_cpu), config)
+        self.gradients = Gradients(self.pager)
+        self.steps = StepHooks(self.pager)
+        self.watcher = Watcher(self.pager)
+        self.pager.space = self
+
+    def close(self) -> None:
+        """Stop watching and let go of the peers. Pages that are still used afterwards raise."""
+        self.watcher.remove()
+        self.steps.remove()
+        self.pager.space = None
+        self.pager.close()
+
+
+class init:
+    """Parameters made inside are paged as they are made (collective).
+
+    Args:
+        config: a `Config`, a mapping, a path to JSON, or None for the defaults.
+        group: a `torch.distributed` process group; None for the default one, for one started from a
+            launcher's variables (torchrun, SLURM), or for this process alone.
+
+    Only the thread that opened the context is watched. Contexts may be nested: modules belong to the
+    innermost. Parameters that are registered later in these modules are paged too.
+
+    Raises:
+        ConfigError: a wrong setting, or a transport that cannot run here.
+    """
+
+    def __init__(self, config: ConfigLike = None, group: object = None) -> None:
+        self._config = Config.of(config)
+        self._group = group
+        self._space: Space | None = None
+
+    def __enter__(self) -> init:
+        device = torch.get_default_device().type
+        self._space = Space(self._config, self._group, on_cpu=device in ("cpu", "meta"))
+        if self._config.seed is not None:
+            torch.manual_seed(self._config.seed)
+        self._space.watcher.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._space is not None
+        self._space.watcher.close()
+
+
+def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:
+    """Page the parameters of `model` in place (collective); returns `model`.
+
+    Parameter objects keep their identity, hooks, attributes and gradients, so an optimizer made before
+    still holds the right ones. All ranks take the first rank's values. Parameters that are paged already
+    stay as they are; calling it again is harmless.
+
+    Args: as for `init`.
+
+    Raises:
+        ConfigError: a wrong setting, or a transport that cannot run here.
+        OutOfMemoryError: the shards would not fit (bytes wanted and available).
+        AdoptionError: a parameter cannot be paged (named, with the reason).
+        In each case before anything has been changed.
+    """
+    settings = Config.of(config)
+    plain = [(n, p) for n, p in model.named_parameters() if not isinstance(p, PagedTensor)]
+    known = pagers_of(model)
+    if not plain and known:
+        return model
+    _check_parameters(plain)
+    if known and config is None and group is None:
+        space = space_of(known[0])
+    else:
+        space = Space(settings, group, on_cpu=all(p.device.type in ("cpu", "meta") for _, p in plain))
+    _check_memory(plain, space.pager)
+    space.watcher.page_module(model)
+    return model
+
+
+def pagers_of(model: nn.Module) -> list[Pager]:
+    """The pagers behind the model's paged parameters, in the order of first use."""
+    found = {
+        parameter._node.page.pager: None
+        for parameter in model.parameters()
+        if isinstance(parameter, PagedTensor)
+    }
+    return list(found)
+
+
+def space_of(pager: Pager) -> Space:
+    space = pager.space
+    if not isinstance(space, Space):
+        raise AdoptionError("the engine that served these parameters was closed; shard the model again")
+    return space
+
+
+def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
+    ranges: dict[int, list[tuple[int, int, tuple[Any, ...], str]]] = {}
+    for name, parameter in named:
+        key = storage_key(parameter)
+        if parameter.layout != torch.strided:
+            raise AdoptionError(
+                f"{name!r} is {parameter.layout}; only dense parameters can be sharded. Keep it a buffer."
+            )
+        if not parameter.is_leaf:
+            raise AdoptionError(
+                f"{name!r} is the result of an operator, not a leaf; shard before computing with it."
+            )
+        if key is not None:
+            size = parameter.element_size()
+            low = parameter.storage_offset() * size
+            high = (
+                low
+                + (1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)))
+                * size
+            )
+            ranges.setdefault(key[0], []).append((low, high, key, name))
+    for parts in ranges.values():
+        parts.sort(key=lambda part: part[:2])
+        for one, other in zip(parts, parts[1:], strict=False):
+            if one[2] != other[2] and other[0] < one[1]:
+                raise AdoptionError(
+                    f"{one[3]!r} and {other[3]!r} share a part of one storage; give each a copy of its own "
+                    "(p.data = p.data.clone()) before sharding."
+                )
+
+
+def _check_memory(named: list[tuple[str, nn.Parameter]], pager: Pager) -> None:
+    """The shards of all ranks on this host must fit beside what is there already."""
+    world = pager.transport.world if pager.transport.name == "shared" else 1
+    wanted = 0
+    for _, parameter in named:
+        if (
+            parameter.device.type in ("cpu", "meta")
+            and parameter.numel()
+            and "Uninitialized" not in type(parameter).__name__
+        ):
+            wanted += (
+                Layout(parameter.numel(), pager.transport.world).chunk * parameter.element_size() * world
+            )
+    available = available_bytes()
+    if wanted > available:
+        raise OutOfMemoryError(
+            f"the shards take {wanted:,} bytes on this host and {available:,} are available; use more hosts, a "
+            "narrower dtype, or fewer parameters."
+        )

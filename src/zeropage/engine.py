@@ -1,0 +1,468 @@
+"""The engine: one model, its optimizer, its precision, and the order of a training step.
+
+The composition root. Everything else is given what it needs here. The rule it keeps: every decision that
+all ranks must take alike (step or skip, clip, raise) is taken from numbers that all ranks have exchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zeropage.checkpoint import LoadResult, load_checkpoint, save_checkpoint
+from zeropage.config import Config
+from zeropage.construct import ConfigLike, pagers_of, shard
+from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
+from zeropage.gradients import Record
+from zeropage.loss_scale import DynamicLossScale
+from zeropage.optim import ShardedOptimizer, record_of
+from zeropage.pager import Pager
+from zeropage.tensor import PagedTensor
+
+__all__ = ["Engine", "MemoryReport", "StepResult"]
+
+_log = logging.getLogger(__name__)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler: anything with these methods, like those of `torch.optim.lr_scheduler`."""
+
+    def step(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What `Engine.step` did.
+
+    `grad_norm` is the global 2-norm of the averaged, unscaled gradient before clipping; None when no step
+    was due. `reason` says why nothing was applied; empty when something was.
+    """
+
+    applied: bool
+    grad_norm: float | None
+    loss_scale: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes on this rank. `frames` are gathered copies alive now, `peak_frames` the most there ever were."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    frames: int
+    peak_frames: int
+    by_device: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.frames
+
+
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    """What one rank found in its slices before a step; exchanged by all."""
+
+    square_sum: float
+    bad_parameter: str
+    bad_loss: bool
+    gradients: int
+
+
+class Engine:
+    """Trains `model` on sharded parameters.
+
+    Args:
+        model: any module; it is sharded in place if it is not yet (see `shard`).
+        optimizer: a `torch.optim` optimizer over (some of) the model's parameters, made before or after
+            sharding; None for inference.
+        config: a `Config`, a mapping, a path to JSON. None: the settings that the model was sharded with.
+        lr_scheduler: stepped after every applied step.
+        group: as for `shard`.
+
+    Raises:
+        ConfigError: a wrong setting, or one that cannot take effect because the model is sharded already.
+        OutOfMemoryError, AdoptionError: see `shard`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        config: ConfigLike = None,
+        lr_scheduler: Scheduler | None = None,
+        group: object = None,
+    ) -> None:
+        settings = Config.of(config)
+        shard(model, settings if not pagers_of(model) else None, group)
+        self.module = model
+        self._pagers = pagers_of(model)
+        if not self._pagers:
+            raise ConfigError("the model has no parameters to shard")
+        self.config = self._pagers[0].config if config is None else settings
+        _check_effect(self.config, self._pagers)
+        self._closed = False
+        self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
+        self.lr_scheduler = lr_scheduler
+        self.global_step = 0
+        self.skipped_steps = 0
+        self.grad_norm: float | None = None
+        self._micro_steps = 0
+        self._bad_loss = False
+        self._bad_in_a_row = 0
+        scale = self.config.loss_scale
+        self._scaler = DynamicLossScale(
+            scale=scale.initial,
+            window=scale.window,
+            hysteresis=scale.hysteresis,
+            min=scale.min,
+            dynamic=scale.dynamic,
+        )
+        self._convert_parameters()
+
+    # -- forward and backward
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """The model's forward."""
+        self._require_open()
+        return self.module(*inputs, **options)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self(*inputs, **options)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Backward of `loss / accumulate`, scaled in fp16. Gradients are averaged over ranks as they appear.
+
+        `loss.backward()` is as good, fp16 and accumulation aside.
+        """
+        self._require_open()
+        if self.config.precision == "fp16" and not bool(torch.isfinite(loss.detach()).all()):
+            self._bad_loss = True
+        factor = self.loss_scale / self.config.accumulate
+        scaled = loss if factor == 1.0 else loss * factor
+        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        for pager in self._pagers:
+            pager.transport.end_backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accepted for programs that accumulate by hand; gradients are reduced as they appear all the same.
+
+        Deferring the reduction would need a full gradient on every rank, which sharding exists to avoid. The
+        numbers are the same.
+        """
+        yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients (all ranks together). `step` has done so already after an applied step."""
+        self._require_open()
+        for record in self._records():
+            record.drop_gradient()
+
+    # -- step
+
+    def step(self) -> StepResult:
+        """To be called after every micro-batch; steps at every `accumulate`-th one (all ranks together).
+
+        All ranks step, or all skip. In fp16 a non-finite gradient skips the step and lowers the loss scale;
+        the scheduler does not advance.
+
+        Raises:
+            ConfigError: the engine has no optimizer.
+            NonFiniteError: fp16 only: the loss itself has been non-finite for more than ten steps, or
+                gradients still overflow at the smallest loss scale. Names the first bad parameter and rank.
+            DivergenceError, PeerLostError: see `Transport.meet`.
+        """
+        self._require_open()
+        optimizer = self._sharded
+        if optimizer is None:
+            raise ConfigError(
+                "this engine was made without an optimizer; give one to zp.Engine(model, optimizer)"
+            )
+        self._micro_steps += 1
+        if self._micro_steps < self.config.accumulate:
+            return StepResult(False, None, self.loss_scale, reason="accumulating")
+        self._micro_steps = 0
+        optimizer.check()
+        findings = self._exchange(self._inspect(optimizer))
+        self.grad_norm = math.sqrt(math.fsum(found.square_sum for found in findings)) / self.loss_scale
+        reason = self._reason_to_skip(findings)
+        if reason:
+            return self._skip(findings, reason)
+        return self._apply(optimizer)
+
+    def _inspect(self, optimizer: ShardedOptimizer) -> _Findings:
+        """Look at the own slices of all gradients, once every rank has ended its backward."""
+        for pager in self._pagers:
+            pager.close_batch()
+            pager.transport.meet(f"step {self.global_step + self.skipped_steps + 1}")
+        square_sum, bad, count = 0.0, "", 0
+        for record in optimizer.records():
+            if record.has_gradient():
+                norm = float(torch.linalg.vector_norm(record.own_gradient().float()))
+                square_sum += norm * norm
+                count += 1
+                if not bad and not math.isfinite(norm):
+                    bad = record.name
+        return _Findings(square_sum, bad, self._bad_loss, count)
+
+    def _exchange(self, mine: _Findings) -> list[_Findings]:
+        fields = (mine.square_sum, mine.bad_parameter, mine.bad_loss, mine.gradients)
+        answers = self._pagers[0].transport.meet("gradient norm", pickle.dumps(fields))
+        return [_Findings(*pickle.loads(answer)) for answer in answers]
+
+    def _reason_to_skip(self, findings: list[_Findings]) -> str:
+        if self.config.precision != "fp16":
+            return ""
+        losses = [rank for rank, found in enumerate(findings) if found.bad_loss]
+        if losses:
+            return f"the loss is not finite on rank {', '.join(map(str, losses))}"
+        for rank, found in enumerate(findings):
+            if found.bad_parameter:
+                return f"the gradient of {found.bad_parameter!r} is not finite (in the slice of rank {rank})"
+        return ""
+
+    def _skip(self, findings: list[_Findings], reason: str) -> StepResult:
+        """No step: drop the gradients; lower the loss scale unless the loss itself is bad."""
+        scale = self.loss_scale
+        bad_loss = any(found.bad_loss for found in findings)
+        self.skipped_steps += 1
+        self._bad_in_a_row += 1
+        self._bad_loss = False
+        self._drop_gradients()
+        if not bad_loss:
+            self._scaler.update(True)
+        attempt = self.global_step + self.skipped_steps
+        _log.warning("step %d skipped: %s; loss scale %g -> %g", attempt, reason, scale, self.loss_scale)
+        if self._scaler.exhausted and not bad_loss:
+            raise NonFiniteError(
+                f"{reason} at the smallest loss scale ({self.loss_scale:g}), at step {attempt}: scaling cannot help. "
+                "Look at the data and the learning rate, or train in bf16."
+            )
+        if bad_loss and self._bad_in_a_row > 10:
+            raise NonFiniteError(f"{reason}, for {self._bad_in_a_row} steps in a row; training cannot go on")
+        return StepResult(False, self.grad_norm, scale, reason)
+
+    def _apply(self, optimizer: ShardedOptimizer) -> StepResult:
+        scale = self.loss_scale
+        for pager in self._pagers:
+            pager.open_batch(f"apply step {self.global_step + 1}")
+        optimizer.step(self._clip_factor() / scale)
+        self._drop_gradients()
+        for pager in self._pagers:
+            pager.close_batch()
+        self.global_step += 1
+        self._bad_in_a_row = 0
+        if self.config.precision == "fp16":
+            self._scaler.update(False)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        return StepResult(True, self.grad_norm, scale)
+
+    def _clip_factor(self) -> float:
+        """As `torch.nn.utils.clip_grad_norm_`: never above one."""
+        limit = self.config.clip_grad_norm
+        if limit is None or self.grad_norm is None:
+            return 1.0
+        factor = limit / (self.grad_norm + 1e-6)
+        return factor if math.isnan(factor) else min(1.0, factor)
+
+    def _drop_gradients(self) -> None:
+        for record in self._records():
+            record.drop_gradient()
+
+    # -- settings that change
+
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss: 1 unless precision is fp16."""
+        return self._scaler.scale if self.config.precision == "fp16" else 1.0
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group (all: `engine.optimizer.param_groups`)."""
+        return float(self._require_optimizer().optimizer.param_groups[0]["lr"])
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer given, the same object."""
+        return None if self._sharded is None else self._sharded.optimizer
+
+    # -- checkpoints
+
+    def save(
+        self,
+        folder: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        wait: bool = True,
+    ) -> str:
+        """Save model, optimizer, scheduler, counters and `client_state` under `folder/tag` (all ranks together).
+
+        The format is that of `torch.distributed.checkpoint`, by logical names: any number of ranks loads it.
+        Returns the tag (default: `step<N>`).
+        """
+        self._require_open()
+        return save_checkpoint(self, Path(folder), tag, client_state, wait=wait)
+
+    def load(self, folder: str | Path, tag: str | None = None, weights_only: bool = False) -> LoadResult:
+        """Load what `save` wrote, on any number of ranks (all ranks together). Default: the latest tag.
+
+        Raises:
+            CheckpointError: nothing there, or names, shapes or groups do not fit; nothing is changed then.
+        """
+        self._require_open()
+        return load_checkpoint(self, Path(folder), tag, weights_only=weights_only)
+
+    def progress(self) -> dict[str, Any]:
+        """The engine's own counters, for a checkpoint."""
+        return {
+            "global_step": self.global_step,
+            "skipped_steps": self.skipped_steps,
+            "micro_steps": self._micro_steps,
+            "loss_scale": self._scaler.state_dict(),
+        }
+
+    def restore_progress(self, state: Mapping[str, Any]) -> None:
+        self.global_step = int(state["global_step"])
+        self.skipped_steps = int(state["skipped_steps"])
+        self._micro_steps = 0
+        self._scaler.load_state_dict(state["loss_scale"])
+        self._drop_gradients()
+
+    @property
+    def sharded_optimizer(self) -> ShardedOptimizer | None:
+        return self._sharded
+
+    @property
+    def pagers(self) -> list[Pager]:
+        return list(self._pagers)
+
+    # -- memory and end
+
+    def memory(self) -> MemoryReport:
+        """What this engine holds on this rank, in bytes."""
+        by_device: dict[str, int] = {}
+        parameters = gradients = 0
+        for record in self._records():
+            device = str(record.page.spec.device)
+            own, summed = record.page.store.nbytes, 0
+            if record.accumulator is not None and record.touched:
+                summed = record.accumulator.store.nbytes
+            parameters += own
+            gradients += summed
+            by_device[device] = by_device.get(device, 0) + own + summed
+        optimizer = 0 if self._sharded is None else self._sharded.nbytes()
+        device = str(self._records()[0].page.spec.device)
+        by_device[device] = by_device.get(device, 0) + optimizer
+        return MemoryReport(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            frames=sum(pager.resident_bytes for pager in self._pagers),
+            peak_frames=sum(pager.counters.peak_resident_bytes for pager in self._pagers),
+            by_device=by_device,
+        )
+
+    def close(self) -> None:
+        """End the engine (all ranks together): gradients, frames and the optimizer's slices are let go of.
+
+        The model stays sharded and readable until it is dropped; another engine may take it over.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for pager in self._pagers:
+                pager.close_batch()
+                pager.transport.meet(f"close the engine after step {self.global_step + self.skipped_steps}")
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        for record in self._records():
+            record.drop_gradient()
+            if record.accumulator is not None:
+                record.accumulator.release()
+        for pager in self._pagers:
+            pager.evict_all()
+        self._sharded = None
+        self.lr_scheduler = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:  # the other ranks may be elsewhere: do not wait for them
+            self._closed = True
+            self._release()
+
+    # -- inside
+
+    def _records(self) -> list[Record]:
+        return list(
+            dict.fromkeys(record_of(p) for p in self.module.parameters() if isinstance(p, PagedTensor))
+        )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ZeropageError("this engine is closed; make a new one with zp.Engine(model, ...)")
+
+    def _require_optimizer(self) -> ShardedOptimizer:
+        if self._sharded is None:
+            raise ConfigError("this engine was made without an optimizer")
+        return self._sharded
+
+    def _convert_parameters(self) -> None:
+        """Cast trainable parameters to the engine's precision; what they were exactly stays as the master."""
+        if self.config.precision is None:
+            return
+        dtype = _DTYPES[self.config.precision]
+        stepped = set() if self._sharded is None else set(self._sharded.records())
+        for parameter in self.module.parameters():
+            if not isinstance(parameter, PagedTensor) or not parameter.dtype.is_floating_point:
+                continue
+            if parameter.dtype == dtype or not (parameter.requires_grad or self.config.cast_frozen):
+                continue
+            record = record_of(parameter)
+            exact = record.page.own().float().clone() if dtype != torch.float32 else None
+            parameter.data = parameter.data.to(dtype)
+            if exact is not None and self._sharded is not None and record in stepped:
+                self._sharded.keep_master(record, exact)
+
+
+def _check_effect(config: Config, pagers: list[Pager]) -> None:
+    """Settings of the pager were fixed when the model was sharded."""
+    for pager in pagers:
+        if config.transport not in ("auto", pager.config.transport, pager.transport.name):
+            raise ConfigError(
+                f"transport={config.transport!r} cannot take effect: the model was sharded with "
+                f"{pager.transport.name!r}. Give the config to zp.init() or zp.shard()."
+            )

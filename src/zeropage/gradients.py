@@ -1,0 +1,319 @@
+"""Gradients: taken as autograd makes them, added into the owners' sums, seen through `p.grad`.
+
+A *record* is the identity of a parameter, as a page is its storage: it survives `p.data = t`. Autograd's own
+`.grad` slot never keeps anything: a hook takes each full gradient at once and gives every owner its slice.
+The rule: a record and its hook hold pages, never the parameter, so a dropped model is freed at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from zeropage.errors import GradientError
+from zeropage.layout import Layout
+from zeropage.memory.host import Store
+from zeropage.page import Page, Spec
+from zeropage.pager import Pager
+from zeropage.tensor import Life, PagedTensor, new_page_of, over
+from zeropage.tensor.trees import plain
+from zeropage.transport import Accumulator
+
+__all__ = ["GradientPage", "Gradients", "Record"]
+
+_REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_real_grad = torch.Tensor.grad
+
+
+class GradientPage(Page):
+    """The reduced gradient of one parameter as a page of the parameter's dtype.
+
+    Where the sum has another dtype (fp32 for a 16-bit parameter) the page is a rounded copy, made when an
+    operator works on the slices; `edited` says that somebody wrote to it, so that it, not the sum, counts.
+    """
+
+    __slots__ = ("accumulator", "epoch", "rounded", "rounded_version")
+
+    def __init__(
+        self, name: str, spec: Spec, layout: Layout, accumulator: Accumulator, pager: Pager, number: int
+    ) -> None:
+        super().__init__(name, spec, layout, accumulator.store, pager, number)
+        self.accumulator = accumulator
+        self.epoch = 0
+        self.rounded: Store | None = None
+        self.rounded_version = -1
+
+    @property
+    def framed(self) -> bool:
+        # sums of other ranks may be overtaken while they are read: read a copy, then check
+        return self.pager.transport.world > 1 or self.rounds
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the sum has another dtype than the page."""
+        return self.accumulator.store.shard.dtype != self.dtype
+
+    @property
+    def edited(self) -> bool:
+        return self.rounded is not None and self.version != self.rounded_version
+
+    def own(self) -> torch.Tensor:
+        if not self.rounds:
+            return self.accumulator.own(self.epoch)
+        if self.rounded is None:
+            own = self.accumulator.own(self.epoch).to(self.dtype)
+            self.rounded = self.pager.transport.private(own, self.layout)
+            self.rounded_version = self.version
+        return self.rounded.shard
+
+    def fill(self, frame: torch.Tensor, in_step: str | None) -> None:
+        store = self.store if self.rounded is None else self.rounded
+        transport = self.pager.transport
+        into = frame if store.shard.dtype == frame.dtype else torch.empty_like(frame, dtype=store.shard.dtype)
+        if in_step is not None:
+            transport.gather_in_step(store, into, in_step)
+        else:
+            transport.gather([(store, into)])
+        self.accumulator.check(self.epoch)
+        if into is not frame:
+            frame.copy_(into)
+
+    def begin(self, epoch: int) -> None:
+        """Forget what was there: the gradient of `epoch` begins."""
+        self.epoch = epoch
+        self.rounded = None
+        self.version += 1
+        self.pager.evict(self)
+
+
+class Record:
+    """What zeropage knows of one parameter: its page, its gradient, and which backward they belong to."""
+
+    __slots__ = ("__weakref__", "_contributed", "_face", "_gradients", "accumulator", "gradient_page", "page")
+
+    def __init__(self, page: Page, gradients: Gradients) -> None:
+        self.page = page
+        self._gradients = gradients
+        self._contributed = False
+        self.accumulator: Accumulator | None = None
+        self.gradient_page: GradientPage | None = None
+        self._face: PagedTensor | None = None
+        self._renew()
+
+    @property
+    def name(self) -> str:
+        return self.page.name
+
+    @property
+    def pager(self) -> Pager:
+        return self._gradients.pager
+
+    def _renew(self) -> None:
+        """Make the accumulator that fits the page (collective)."""
+        self.accumulator, self.gradient_page, self._face = None, None, None
+        if not _differentiable(self.page.dtype):
+            return
+        spec = self.page.spec
+        layout = self.page.layout
+        pager = self.pager
+        accumulator = pager.transport.accumulator(
+            self.name, layout, self._gradients.sum_dtype(spec.dtype), spec.device
+        )
+        self.accumulator = accumulator
+        self.gradient_page = pager.register(
+            lambda number: GradientPage(f"{self.name}.grad", spec, layout, accumulator, pager, number)
+        )
+        self._face = over(self.gradient_page)
+
+    def repoint(self, page: Page) -> None:
+        """The parameter stands for another page from now on."""
+        old, self.page = self.page, page
+        if (old.spec, old.layout) != (page.spec, page.layout):
+            self._renew()
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Autograd has accumulated a gradient in `parameter`: give it to the owners (the hook)."""
+        gradient = _real_grad.__get__(parameter)
+        if gradient is None:  # a custom Function may return None
+            return
+        _real_grad.__set__(parameter, None)  # type: ignore[attr-defined]
+        self.contribute(gradient)
+
+    def contribute(self, gradient: torch.Tensor) -> None:
+        """Add a full gradient of this rank: averaged over ranks, summed over calls."""
+        accumulator, page = self.accumulator, self.gradient_page
+        assert accumulator is not None and page is not None
+        self._contributed = True
+        self._gradients.begin_backward()
+        gradient = gradient.detach()
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        scale = 1.0 / self.pager.transport.world
+        with torch.no_grad(), torch.inference_mode(False):
+            if page.edited:
+                self._fold_edits(accumulator, page)
+            accumulator.add(self.page.flat(plain(gradient)), scale, page.epoch)
+        page.rounded = None
+        self.pager.evict(page)
+
+    def _fold_edits(self, accumulator: Accumulator, page: GradientPage) -> None:
+        """Somebody changed the rounded gradient and more is coming: go on from what they made."""
+        accumulator.own(page.epoch).copy_(page.own())
+
+    # -- p.grad
+
+    def gradient(self) -> PagedTensor | None:
+        if self.accumulator is None or self.gradient_page is None:
+            return None
+        self._gradients.settle(self.name)
+        return self._face if self.accumulator.present(self.gradient_page.epoch) else None
+
+    def assign_gradient(self, value: torch.Tensor | None) -> None:
+        accumulator, page = self.accumulator, self.gradient_page
+        if accumulator is None or page is None:
+            if value is not None:
+                raise GradientError(f"{self.name!r} has dtype {self.page.dtype}, which has no gradient")
+            return
+        if value is self._face:
+            return
+        if value is not None and value.shape != page.spec.shape:
+            raise GradientError(
+                f"the gradient given to {self.name!r} has shape {tuple(value.shape)}, it must be "
+                f"{tuple(page.spec.shape)}"
+            )
+        self._gradients.unsettle()
+        if value is None:
+            page.begin(page.epoch + 1)
+            return
+        value = value.to_dense() if value.layout != torch.strided else value
+        with torch.no_grad():
+            part = page.slice_of(plain(value.detach()))
+            with self.pager.writing([page], f"assign the gradient of {self.name}"):
+                page.begin(page.epoch + 1)
+                accumulator.mark(page.epoch)
+                accumulator.own(page.epoch).copy_(part)
+
+    # -- the engine's own paths
+
+    @property
+    def touched(self) -> bool:
+        """Whether the sum has taken memory yet."""
+        return self._contributed
+
+    def has_gradient(self) -> bool:
+        """Whether any rank contributed. To be asked after all ranks have met."""
+        return (
+            self.accumulator is not None
+            and self.gradient_page is not None
+            and self.accumulator.present(self.gradient_page.epoch)
+        )
+
+    def own_gradient(self) -> torch.Tensor:
+        """This rank's slice of the gradient (1-D), in the precision of the sum, unless somebody edited it."""
+        assert self.accumulator is not None and self.gradient_page is not None
+        if self.gradient_page.edited:
+            return self.gradient_page.own()
+        return self.accumulator.own(self.gradient_page.epoch)
+
+    def drop_gradient(self) -> None:
+        """Begin the next epoch (like `grad = None`), on all ranks at the same point."""
+        if self.gradient_page is not None:
+            self.gradient_page.begin(self.gradient_page.epoch + 1)
+            self._gradients.unsettle()
+
+
+class Gradients:
+    """The gradients of all parameters of one pager: adoption, backwards, and when sums are complete."""
+
+    def __init__(self, pager: Pager) -> None:
+        self.pager = pager
+        self._dtype = _REDUCE_DTYPES[pager.config.reduce_dtype]
+        self._settled = False
+        self._task = -1
+        pager.adopt = self.adopt
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of `dtype` are summed: never narrower than the gradients' own."""
+        if dtype.is_complex or dtype.itemsize > self._dtype.itemsize:
+            return dtype
+        return self._dtype
+
+    def adopt(self, parameter: torch.Tensor) -> None:
+        """A new parameter stands for a page: give it a record and hook it (collective)."""
+        assert isinstance(parameter, PagedTensor)
+        if "_record" in parameter.__dict__:
+            return
+        page = parameter._node
+        if not isinstance(page, Page):
+            page = self._page_of_view(parameter)
+        record = Record(page, self)
+        parameter.__dict__["_record"] = record
+        parameter.__dict__["_life"] = Life(page)
+        if record.accumulator is not None:
+            # torch hooks no tensor without gradient, but a frozen parameter may be unfrozen later
+            needed = parameter.requires_grad
+            parameter.requires_grad_(True)
+            parameter.register_post_accumulate_grad_hook(record.take)
+            parameter.requires_grad_(needed)
+
+    def _page_of_view(self, parameter: PagedTensor) -> Page:
+        """A parameter made from a view or a cast is a parameter of its own, with its own storage."""
+        node = parameter._node
+        page = new_page_of(plain(parameter.detach()), self.pager, f"a part of {node.page.name}")
+        if page.spec != node.spec:
+            made = over(page, parameter.requires_grad)
+            torch.Tensor.data.__set__(parameter, made)  # type: ignore[attr-defined]
+        parameter._node = page
+        return page
+
+    def begin_backward(self) -> None:
+        """A gradient has come: note the backward that it belongs to.
+
+        [Note: re-entrant backward] Old-style activation checkpointing runs backwards inside backwards, each
+        with callbacks of its own. Only the end of the outermost one is the end.
+        """
+        self._settled = False
+        task = torch._C._current_graph_task_id()
+        if task == self._task and task != -1:
+            return
+        self._task = task
+        nested = task != -1 and _backwards_on_stack() > 1
+        self.pager.transport.begin_backward(reentrant=nested)
+        if task != -1 and not nested:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        self._task = -1
+        self.pager.transport.end_backward()
+
+    def settle(self, name: str) -> None:
+        """Wait until the sums are complete."""
+        if self._settled or self.pager.step.active():
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise GradientError(
+                f"the gradient of {name!r} was asked for inside a backward pass, where it is not reduced yet. Read it "
+                "after backward, or use a tensor hook (p.register_hook) for this rank's own part."
+            )
+        self.pager.transport.await_gradients()
+        self._settled = True
+
+    def unsettle(self) -> None:
+        self._settled = False
+
+
+def _backwards_on_stack() -> int:
+    """How many backward passes this thread is in."""
+    found = 0
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            found += 1
+        frame = frame.f_back
+    return found
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -1,0 +1,233 @@
+"""A user's torch optimizer, run on what this rank owns.
+
+During `step` the optimizer's groups hold *working* tensors in place of the parameters: this rank's slices
+(fp32 masters where the parameter has 16 bits) for optimizers that treat every element by itself, paged
+tensors for the others. Outside of it groups and state are keyed by the parameters, as the user made them,
+so schedulers, per-group settings and `state_dict` know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import optim
+
+from zeropage.errors import ConfigError
+from zeropage.gradients import Record
+from zeropage.page import Page
+from zeropage.steps import over_slice, page_state, shard_state
+from zeropage.tensor import PagedTensor
+
+__all__ = ["Master", "ShardedOptimizer"]
+
+# Exactly these: a subclass may do anything.
+_ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset({
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.ASGD,
+})  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Master:
+    """The fp32 values behind a 16-bit parameter, on this rank's slice.
+
+    `version` is that of the page when both agreed: a page written by somebody else is taken anew.
+    """
+
+    values: torch.Tensor
+    version: int
+
+
+class _MasterRecord:
+    """Lets a paged view of a master answer for `.grad` with the sum's own precision."""
+
+    __slots__ = ("_face",)
+
+    def __init__(self, face: PagedTensor | None) -> None:
+        self._face = face
+
+    def gradient(self) -> PagedTensor | None:
+        return self._face
+
+    def assign_gradient(self, value: torch.Tensor | None) -> None:
+        self._face = value if isinstance(value, PagedTensor) else None
+
+
+class ShardedOptimizer:
+    """Steps `optimizer`, whose parameters are paged, on this rank's slices.
+
+    Raises:
+        ConfigError: a parameter of the optimizer is not paged (named by its place), or the optimizer needs
+            a closure.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        if not isinstance(optimizer, optim.Optimizer):
+            raise ConfigError(
+                f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, optim.LBFGS):
+            raise ConfigError(
+                "LBFGS calls a closure several times a step, which an engine's backward() and step() cannot do; run "
+                "it directly on model.parameters(): optimizer.step(closure)"
+            )
+        self.optimizer = optimizer
+        self.masters: dict[Record, Master] = {}
+        self._elementwise = type(optimizer) in _ELEMENTWISE
+        self.check()
+        page_state(optimizer)
+
+    def check(self) -> None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if not isinstance(parameter, PagedTensor):
+                    raise ConfigError(
+                        f"parameter {place} of optimizer group {index} (shape {tuple(parameter.shape)}) is not sharded. "
+                        "Build the optimizer over the model's own parameters, and shard the whole model."
+                    )
+
+    def parameters(self) -> list[PagedTensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def records(self) -> list[Record]:
+        return list(dict.fromkeys(record_of(parameter) for parameter in self.parameters()))
+
+    def keep_master(self, record: Record, values: torch.Tensor) -> None:
+        """Use `values` (fp32, this rank's slice) as the exact values behind a 16-bit page."""
+        self.masters[record] = Master(values, record.page.version)
+
+    def step(self, factor: float) -> None:
+        """One step on the gradients times `factor`, inside a write batch of the caller."""
+        stepped = [p for p in self.parameters() if record_of(p).has_gradient()]
+        with torch.no_grad():
+            self._scale(stepped, factor)
+            with self._working_tensors(stepped):
+                self.optimizer.step()
+            self._write_back(stepped)
+
+    def _scale(self, stepped: list[PagedTensor], factor: float) -> None:
+        if factor != 1.0:
+            for parameter in stepped:
+                record_of(parameter).own_gradient().mul_(factor)
+
+    def _write_back(self, stepped: list[PagedTensor]) -> None:
+        for parameter in stepped:
+            record = record_of(parameter)
+            master = self.masters.get(record)
+            if master is not None:
+                record.page.own().copy_(master.values)
+            record.page.changed()
+            if master is not None:
+                master.version = record.page.version
+            # the slices changed behind autograd's back: a graph that saved the parameter must notice
+            torch.autograd.graph.increment_version(parameter)
+
+    # -- substitution
+
+    @contextmanager
+    def _working_tensors(self, stepped: list[PagedTensor]) -> Iterator[None]:
+        optimizer = self.optimizer
+        working = {parameter: self._working(parameter) for parameter in stepped}
+        groups = [group["params"] for group in optimizer.param_groups]
+        state = optimizer.state
+        inner: Any = defaultdict(dict, {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)})
+        for parameter, tensor in working.items():
+            if parameter in state:
+                inner[tensor] = {
+                    key: self._inward(value, parameter, key) for key, value in state[parameter].items()
+                }
+        optimizer.state = inner
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [working[p] for p in parameters if p in working]
+        try:
+            yield
+        finally:
+            optimizer.state = state
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
+            for parameter, tensor in working.items():
+                if self._elementwise:
+                    tensor.grad = None
+                if tensor in inner:
+                    self._outward(parameter, tensor, inner[tensor])
+
+    def _working(self, parameter: PagedTensor) -> torch.Tensor:
+        record = record_of(parameter)
+        master = self._master(record)
+        if self._elementwise:
+            part = (record.page.own() if master is None else master.values).detach()
+            part.grad = record.own_gradient().to(part.dtype)
+            return part
+        if master is None:
+            return parameter
+        face = over_slice(master.values, record.page, f"{record.name} in fp32")
+        gradient = over_slice(
+            record.own_gradient().to(master.values.dtype), record.page, f"{record.name}.grad in fp32"
+        )
+        face.__dict__["_record"] = _MasterRecord(gradient)
+        return face
+
+    def _master(self, record: Record) -> Master | None:
+        page = record.page
+        if page.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        master = self.masters.get(record)
+        if master is None or master.version != page.version:
+            master = self.masters[record] = Master(page.own().float(), page.version)
+        return master
+
+    def _inward(self, value: Any, parameter: PagedTensor, key: str) -> Any:
+        """State as the step sees it."""
+        page = parameter._node.page
+        if isinstance(value, torch.Tensor) and not isinstance(value, PagedTensor):
+            if value.dim() == 0 or value.shape != page.spec.shape:
+                return value
+            value = shard_state(value, page, f"{page.name}.{key}")
+        if self._elementwise and isinstance(value, PagedTensor):
+            return value._node.page.own()
+        return value
+
+    def _outward(self, parameter: PagedTensor, tensor: torch.Tensor, inner: dict[str, Any]) -> None:
+        """State as the user sees it: paged where it has the parameter's shape."""
+        page = parameter._node.page
+        outer = self.optimizer.state[parameter]
+        for key, value in inner.items():
+            old = outer.get(key)
+            if not self._elementwise or not isinstance(value, torch.Tensor) or value.dim() == 0:
+                outer[key] = value
+            elif isinstance(old, PagedTensor) and old._node.page.own() is value:
+                continue
+            elif value.shape == tensor.shape:
+                outer[key] = over_slice(value, page, f"{page.name}.{key}")
+            else:
+                outer[key] = value
+
+    # -- accounting
+
+    def nbytes(self) -> int:
+        """Bytes of masters and state on this rank."""
+        found = sum(master.values.numel() * master.values.element_size() for master in self.masters.values())
+        for state in self.optimizer.state.values():
+            if isinstance(state, dict):
+                found += sum(_own_bytes(value) for value in state.values())
+        return found
+
+
+def record_of(parameter: torch.Tensor) -> Record:
+    record = parameter.__dict__["_record"]
+    assert isinstance(record, Record)
+    return record
+
+
+def _own_bytes(value: object) -> int:
+    if isinstance(value, PagedTensor):
+        page: Page = value._node.page
+        return page.store.nbytes
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return 0

@@ -1,0 +1,410 @@
+"""The pager: brings pages in when they are touched, guesses which come next, evicts under a byte budget.
+
+Only this file changes which pages are resident. A *frame* holds the full copy of one page; frames of
+evicted pages are used again. Pages that this rank can address in place (shared memory, one rank) need no
+frame and count for nothing. The one rule: what it does in advance or keeps longer is only faster or slower;
+an operator gets the same values whatever was predicted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TypeVar
+
+import torch
+
+from zeropage.config import Config
+from zeropage.errors import UninitializedPageError
+from zeropage.layout import Layout
+from zeropage.memory.host import allocate
+from zeropage.page import CastNode, Page, Spec
+from zeropage.trace import Trace
+from zeropage.transport import Transport
+
+__all__ = ["Counters", "Pager", "Stepping"]
+
+_Key = tuple[torch.dtype, torch.device, int]
+_P = TypeVar("_P", bound=Page)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the pager has done since it was made. Bytes are bytes of full pages on this rank."""
+
+    faults: int = 0  # pages brought in because an operator needed them
+    hits: int = 0  # pages that were there when an operator came to them (read ahead, or kept)
+    readahead_used: int = 0
+    readahead_wasted: int = 0  # read ahead and evicted before anybody touched them
+    evictions: int = 0
+    bytes_moved: int = 0
+    peak_resident_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Frame:
+    memory: torch.Tensor  # 1-D, the whole page
+    touched: bool
+
+
+class Pager:
+    """The resident set of one sharded model on one rank, and its write batches."""
+
+    def __init__(self, transport: Transport, config: Config) -> None:
+        self.transport = transport
+        self.config = config
+        self.counters = Counters()
+        self.step = Stepping()
+        self.adopt: Callable[[torch.Tensor], None] = (
+            _adopt_nothing  # called for every new parameter over a page
+        )
+        self.space: object = None  # what serves this pager; set and cleared by its maker
+        self.pages: weakref.WeakValueDictionary[int, Page] = weakref.WeakValueDictionary()
+        self.addresses: weakref.WeakKeyDictionary[Page, tuple[int, torch.Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._trace = Trace()
+        self._frames: OrderedDict[Page, _Frame] = OrderedDict()
+        self._casts: OrderedDict[int, tuple[weakref.ref[CastNode], int]] = OrderedDict()
+        self._free: dict[_Key, list[torch.Tensor]] = {}
+        self._bytes = 0  # frames, casts and free frames
+        self._largest = 0
+        self._number = 0
+        self._batch_open = False
+        self._lock = threading.RLock()
+
+    # -- pages
+
+    def new_page(self, name: str, spec: Spec) -> Page:
+        """A page with memory for its slices on all ranks (collective). Its values are undefined."""
+        layout = Layout(spec.shape.numel(), self.transport.world)
+        store = self.transport.allocate(name, layout, spec.dtype, spec.device)
+        return self.register(lambda number: Page(name, spec, layout, store, self, number))
+
+    def private_page(self, name: str, spec: Spec, shard: torch.Tensor) -> Page:
+        """A page over a slice that this rank holds already; every rank makes it with its own slice."""
+        layout = Layout(spec.shape.numel(), self.transport.world)
+        store = self.transport.private(shard, layout)
+        return self.register(lambda number: Page(name, spec, layout, store, self, number))
+
+    def register(self, make: Callable[[int], _P]) -> _P:
+        """Number a new page and keep it in sight."""
+        self._number += 1
+        page = make(self._number)
+        self.pages[self._number] = page
+        if page.framed:
+            self._largest = max(self._largest, page.nbytes)
+        return page
+
+    # -- faults
+
+    @property
+    def budget(self) -> int:
+        """Bytes that frames and casts may take on this rank (the largest page may come on top)."""
+        if self.config.resident_bytes is not None:
+            return self.config.resident_bytes
+        return 2 * max(self.config.bucket_bytes, self._largest)
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._bytes
+
+    def fault(self, page: Page) -> torch.Tensor:
+        """The full value of `page`, with its shape and strides."""
+        if page.edits is not None:
+            edited = page.edits.frame(page)
+            if edited is not None:
+                return page.shaped(edited)
+        if not page.written:
+            raise UninitializedPageError(
+                f"{page.name!r} has no values yet: it was made on the meta device. Initialise it (for example with "
+                "module.reset_parameters() or torch.nn.init) or load a checkpoint before it is read."
+            )
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            in_step = self._step_phase(page)
+            if not page.framed and in_step is None:
+                self.counters.faults += 1
+                self.transport.settle()
+                assert page.store.whole is not None
+                return page.shaped(page.store.whole)
+            return page.shaped(self._framed(page, in_step).memory)
+
+    def _step_phase(self, page: Page) -> str | None:
+        """What the transport calls this read if slices are being written, else None.
+
+        [Note: closures] An optimizer may call a closure that runs the model inside its step. Such reads end
+        the write batch; the next write opens another.
+        """
+        if self._batch_open:
+            if self.step.active():
+                return page.name
+            self.close_batch()
+        return None
+
+    def _framed(self, page: Page, in_step: str | None) -> _Frame:
+        self._trace.touch(page.number)
+        frame = self._frames.get(page)
+        if frame is not None:
+            self.counters.hits += 1
+            if not frame.touched:
+                frame.touched = True
+                self.counters.readahead_used += 1
+            return frame
+        self.counters.faults += 1
+        ahead = self._ahead(page) if in_step is None else []
+        frame = self._new_frame(page, keep=())
+        if ahead:
+            taken = [frame]
+            for other in ahead:
+                taken.append(self._new_frame(other, keep=(page, *ahead), touched=False))
+            bucket = [page, *ahead]
+            self.transport.gather([(p.store, f.memory) for p, f in zip(bucket, taken, strict=True)])
+        else:
+            page.fill(frame.memory, in_step)
+        self.counters.bytes_moved += page.nbytes + sum(other.nbytes for other in ahead)
+        return frame
+
+    def _ahead(self, page: Page) -> list[Page]:
+        """Pages that are expected next and fit into one message with `page`."""
+        if not self.config.readahead or type(page) is not Page:
+            return []
+        room = min(self.config.bucket_bytes, self.budget // 2) - page.nbytes
+        found: list[Page] = []
+        for number in self._trace.predict(16):
+            other = self.pages.get(number)
+            if other is None or type(other) is not Page or not other.framed or other is page:
+                continue
+            if other in self._frames or not other.written or other.edits is not None:
+                continue
+            room -= other.nbytes
+            if room < 0:
+                break
+            found.append(other)
+        return found
+
+    def _new_frame(self, page: Page, keep: Sequence[Page], *, touched: bool = True) -> _Frame:
+        key = (page.dtype, page.spec.device, page.layout.numel)
+        memory = self._make_room(page.nbytes, keep, key)
+        if memory is None:
+            memory = allocate(page.layout.numel, page.dtype, page.spec.device)
+            self._grow(page.nbytes)
+        frame = self._frames[page] = _Frame(memory, touched)
+        return frame
+
+    # -- eviction
+
+    def _make_room(
+        self, nbytes: int, keep: Iterable[Page] = (), key: _Key | None = None
+    ) -> torch.Tensor | None:
+        """Evict the oldest until `nbytes` more fit, or until a free frame of kind `key` is there to return."""
+        if key is not None and self._free.get(key):
+            return self._free[key].pop()
+        for page in list(self._frames):
+            if self._bytes + nbytes <= self.budget:
+                return None
+            if page not in keep:
+                self.evict(page)
+                if key is not None and self._free.get(key):
+                    return self._free[key].pop()
+                self._free_frames(nbytes)
+        for reference, _ in list(self._casts.values()):
+            if self._bytes + nbytes <= self.budget:
+                return None
+            cast = reference()
+            if cast is not None and not cast.kept:
+                self.release(cast)
+                cast.drop()
+        self._free_frames(nbytes)
+        return None
+
+    def _free_frames(self, nbytes: int) -> None:
+        """Give free frames back until `nbytes` more fit."""
+        for pool in self._free.values():
+            while pool and self._bytes + nbytes > self.budget:
+                memory = pool.pop()
+                self._bytes -= memory.numel() * memory.element_size()
+
+    def evict(self, page: Page) -> None:
+        """Drop the frame of `page`, if it has one, and every view of it."""
+        with self._lock:
+            page.drop()
+            frame = self._frames.pop(page, None)
+            if frame is None:
+                return
+            self.counters.evictions += 1
+            if not frame.touched:
+                self.counters.readahead_wasted += 1
+            self._recycle(frame.memory)
+
+    def evict_all(self) -> None:
+        with self._lock:
+            for page in list(self._frames):
+                self.evict(page)
+            for reference, _ in list(self._casts.values()):
+                cast = reference()
+                if cast is not None and not cast.kept:
+                    self.release(cast)
+                    cast.drop()
+            for pool in self._free.values():
+                for memory in pool:
+                    self._bytes -= memory.numel() * memory.element_size()
+            self._free.clear()
+
+    def _recycle(self, memory: torch.Tensor) -> None:
+        """Take a frame back, unless somebody still holds it.
+
+        [Note: storage counts] An operator may keep its argument, or return an alias of it that its schema
+        does not declare. The count of a storage's holders tells: a frame with other holders is left to them.
+        """
+        if _holders(memory) > 1:
+            self._bytes -= memory.numel() * memory.element_size()
+            return
+        if self.config.poison_frames:
+            _poison(memory)
+        key = (memory.dtype, memory.device, memory.numel())
+        self._free.setdefault(key, []).append(memory)
+
+    def _grow(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        self.counters.peak_resident_bytes = max(self.counters.peak_resident_bytes, self._bytes)
+
+    # -- casts
+
+    def hold(self, cast: CastNode, value: torch.Tensor) -> None:
+        """Count the value of a cast as resident; it may be dropped to make room."""
+        nbytes = value.numel() * value.element_size()
+        with self._lock:
+            self._make_room(nbytes)
+            key = id(cast)
+            pager = weakref.ref(self)
+
+            def died(_: object) -> None:
+                alive = pager()
+                if alive is not None:
+                    alive._forget_cast(key)
+
+            self._casts[key] = (weakref.ref(cast, died), nbytes)
+            self._grow(nbytes)
+
+    def release(self, cast: CastNode) -> None:
+        self._forget_cast(id(cast))
+
+    def _forget_cast(self, key: int) -> None:
+        entry = self._casts.pop(key, None)
+        if entry is not None:
+            self._bytes -= entry[1]
+
+    # -- writing
+
+    @contextmanager
+    def writing(self, pages: Sequence[Page], intent: str, payload: bytes = b"") -> Iterator[list[bytes]]:
+        """A write batch over `pages`: all ranks have ended their reads, each writes its own slices (collective).
+
+        Inside an optimizer step it is part of the step's batch. Yields everybody's payload, by rank.
+        """
+        stepping = self.step.active()
+        if stepping:
+            self.open_batch(self.step.intent)
+            answers = [payload]
+        else:
+            self.close_batch()
+            for page in pages:
+                page.settle_casts()
+            answers = self.transport.open_writes(intent, payload)
+        try:
+            yield answers
+        finally:
+            for page in pages:
+                page.changed()
+            if not stepping:
+                self.transport.close_writes()
+
+    def open_batch(self, intent: str, payload: bytes = b"") -> list[bytes]:
+        if self._batch_open:
+            return [payload]
+        answers = self.transport.open_writes(intent, payload)
+        self._batch_open = True
+        return answers
+
+    def close_batch(self) -> None:
+        if self._batch_open:
+            self._batch_open = False
+            self.transport.close_writes()
+
+    def close(self) -> None:
+        self.evict_all()
+        self.transport.close()
+
+
+class Stepping:
+    """Whether the code that runs now is inside an optimizer's step.
+
+    [Note: step frames] torch runs a hook before every `optimizer.step()`, but the hook after it is left out
+    when the step raises. So what is remembered is the stack frame of the step: code is inside the step if
+    that frame is on its own stack, and gradients are off (a closure that runs the model turns them on).
+    """
+
+    __slots__ = ("_local", "intent")
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._local.frame = None
+        self.intent = ""
+
+    def enter(self, frame: FrameType, intent: str) -> None:
+        self._local.frame = frame
+        self.intent = intent
+
+    def leave(self) -> None:
+        self._local.frame = None
+
+    @property
+    def possible(self) -> bool:
+        return self._frame is not None
+
+    @property
+    def _frame(self) -> FrameType | None:
+        try:
+            return self._local.frame  # type: ignore[no-any-return]
+        except AttributeError:  # another thread than the one that made this object
+            return None
+
+    def active(self) -> bool:
+        wanted = self._frame
+        if wanted is None or torch.is_grad_enabled():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame is wanted:
+                return True
+            frame = frame.f_back
+        self.leave()
+        return False
+
+
+def _adopt_nothing(parameter: torch.Tensor) -> None:
+    """Pages used as plain data have no parameters."""
+
+
+def _holders(memory: torch.Tensor) -> int:
+    """How many tensors share the storage of `memory`, itself among them."""
+    storage = memory.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
+def _poison(memory: torch.Tensor) -> None:
+    if memory.dtype.is_floating_point or memory.dtype.is_complex:
+        memory.fill_(float("nan"))
+    elif memory.dtype is torch.bool:
+        memory.logical_not_()
+    else:
+        memory.fill_(77)

@@ -1,0 +1,124 @@
+"""`torch.optim` optimizers that run directly on paged parameters, without an engine.
+
+torch calls a hook before and after every `optimizer.step()`. Between them the step's writes are one batch,
+and elementwise operators work on slices (see `tensor.stepping`). The optimizer itself notices nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from zeropage.page import Page, Spec
+from zeropage.pager import Pager
+from zeropage.tensor import PagedTensor, over
+
+__all__ = ["StepHooks", "page_state"]
+
+
+class StepHooks:
+    """Watches the steps of all optimizers; acts on those that hold parameters of its pager."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = weakref.ref(pager)
+        self._moved = 0
+        self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        me = weakref.ref(self)
+        self._handles: list[RemovableHandle] = [
+            register_optimizer_step_pre_hook(lambda opt, args, kwargs: _call(me, "_before", opt)),
+            register_optimizer_step_post_hook(lambda opt, args, kwargs: _call(me, "_after", opt)),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def __del__(self) -> None:
+        self.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer) -> None:
+        pager = self._pager()
+        if pager is None or not _holds(optimizer, pager):
+            return
+        page_state(optimizer)
+        intent = f"optimizer step ({type(optimizer).__name__})"
+        pager.close_batch()
+        self._moved = pager.counters.bytes_moved
+        # this method <- _call <- the lambda <- the wrapper around step(), which stays on the stack
+        pager.step.enter(sys._getframe(3), intent)
+        pager.open_batch(intent)
+
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        pager = self._pager()
+        if pager is None or not pager.step.possible or not _holds(optimizer, pager):
+            return
+        pager.close_batch()
+        pager.step.leave()
+        moved = pager.counters.bytes_moved - self._moved
+        if moved and optimizer not in self._warned:
+            self._warned.add(optimizer)
+            warn_whole(type(optimizer).__name__, moved)
+
+
+def warn_whole(name: str, nbytes: int) -> None:
+    warnings.warn(
+        f"{name} is not elementwise: {nbytes:,} bytes of whole matrices were gathered on every rank in one step. The "
+        "result is that of the unsharded optimizer.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def _call(reference: weakref.ref[StepHooks], method: str, optimizer: torch.optim.Optimizer) -> None:
+    hooks = reference()
+    if hooks is None:
+        return
+    if method == "_before":
+        hooks._before(optimizer)
+    else:
+        hooks._after(optimizer)
+
+
+def _holds(optimizer: torch.optim.Optimizer, pager: Pager) -> bool:
+    return any(
+        isinstance(p, PagedTensor) and p._node.page.pager is pager
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+
+
+def page_state(optimizer: torch.optim.Optimizer) -> None:
+    """Shard plain state of a paged parameter's shape (made in a constructor, or loaded from a full state)."""
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, PagedTensor) or not isinstance(state, dict):
+            continue
+        page = parameter._node.page
+        for key, value in state.items():
+            if _is_full(value, page):
+                state[key] = shard_state(value, page, f"{page.name}.{key}")
+
+
+def _is_full(value: Any, page: Page) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, PagedTensor)
+        and value.dim() > 0
+        and value.shape == page.spec.shape
+    )
+
+
+def shard_state(value: torch.Tensor, page: Page, name: str) -> PagedTensor:
+    """A paged tensor over this rank's slice of the full `value`, cut like `page`."""
+    return over_slice(page.slice_of(value.detach()).clone(), page, name)
+
+
+def over_slice(part: torch.Tensor, page: Page, name: str) -> PagedTensor:
+    """A paged tensor of `page`'s shape over this rank's slice of it."""
+    spec = Spec(page.spec.shape, page.spec.stride, 0, None, part.dtype, torch.strided, part.device)
+    return over(page.pager.private_page(name, spec, part))

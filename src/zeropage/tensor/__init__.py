@@ -1,0 +1,10 @@
+"""The tensor face of a page: `PagedTensor`, and what every operator does when it meets one.
+
+Only this package knows operators.
+"""
+
+from zeropage.tensor.base import Paged
+from zeropage.tensor.identity import Life, dense_spec, new_page_of, page_in_place
+from zeropage.tensor.paged import PagedTensor, over
+
+__all__ = ["Life", "Paged", "PagedTensor", "dense_spec", "new_page_of", "over", "page_in_place"]

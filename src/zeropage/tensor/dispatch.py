@@ -1,0 +1,174 @@
+"""What each kind of operator does when it meets a page, writes aside (those are in `writes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from zeropage.page import CastNode, Node, Spec, ViewNode
+from zeropage.tensor import stepping, writes
+from zeropage.tensor.base import Paged, wrap
+from zeropage.tensor.rules import Kind, composite_kernel, direct, kind_of
+from zeropage.tensor.trees import any_paged, plain
+
+aten = torch.ops.aten
+
+__all__ = ["Handler", "handler_of"]
+
+Handler = Callable[[type[Paged], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# Views whose result runs over the same elements in the same order.
+_ORDER_KEEPING = {
+    aten.view.default, aten.detach.default, aten.alias.default, aten.unsqueeze.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten._unsafe_view.default, aten._reshape_alias.default,
+    aten.view_as_real.default,
+}  # fmt: skip
+_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+
+
+def handler_of(func: Any) -> tuple[Handler | None, Callable[..., Any]]:
+    """The handler of an operator, or None for "give it the full values", and what to call then."""
+    if not isinstance(func, OpOverload):
+        return _higher_order, func
+    kind = kind_of(func)
+    if kind is Kind.READ:
+        return None, direct(func)
+    return _HANDLERS[kind], func
+
+
+def _higher_order(cls: type[Paged], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*plain(args), **plain(kwargs))
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*plain(args), **plain(kwargs))
+
+
+def _composite(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kernel = composite_kernel(func)
+    assert kernel is not None
+    return kernel(*args, **kwargs)
+
+
+def _factory(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    if not isinstance(source, Paged):
+        return _read(func, args, kwargs)
+    if stepping.applies(args, kwargs):
+        made = stepping.on_slices(cls, func, args, kwargs)
+        if made is not NotImplemented:
+            return made
+    spec = source._node.spec
+    # Memory that nobody touches costs nothing; only its metadata is looked at.
+    stand_in = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    return func(stand_in, *plain(args[1:]), **plain(kwargs))
+
+
+def _view(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    if not isinstance(source, Paged):
+        return _read(func, args, kwargs)
+    node = source._node
+    if func in _SAME:
+        return wrap(cls, node)
+    rest = args[1:]
+    if any_paged(rest):
+        rest = plain(rest)
+    key = _key(func, rest, kwargs)
+    kid = node.kids.get(key)
+    if kid is None:
+        kid = _new_view(node, func, rest, kwargs)
+        node.keep(key, kid)
+    if isinstance(kid, tuple):
+        return [wrap(cls, part) for part in kid]
+    return wrap(cls, kid)
+
+
+def _key(func: OpOverload, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    if not rest and not kwargs:
+        return func
+    frozen = tuple(tuple(a) if isinstance(a, list) else a for a in rest)
+    return (func, frozen, *sorted(kwargs.items())) if kwargs else (func, frozen)
+
+
+def _new_view(
+    node: Node, func: OpOverload, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Node | tuple[Node, ...]:
+    spec = node.spec
+    made = func(spec.meta(), *rest, **kwargs)
+    if isinstance(made, (list, tuple)):
+        return tuple(
+            ViewNode(node, Spec.of(part, spec.device), lambda base, i=i: func(base, *rest, **kwargs)[i])
+            for i, part in enumerate(made)
+        )
+    in_order = node.in_order and func in _ORDER_KEEPING and _is_dense(spec) and not spec.dtype.is_complex
+    return ViewNode(
+        node, Spec.of(made, spec.device), lambda base: func(base, *rest, **kwargs), in_order=in_order
+    )
+
+
+def _is_dense(spec: Spec) -> bool:
+    """Row-major without gaps: flat order is the logical order."""
+    expected = 1
+    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _cast(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    if not isinstance(source, Paged):
+        return _read(func, args, kwargs)
+    if stepping.applies(args, kwargs):
+        made = stepping.on_slices(cls, func, args, kwargs)
+        if made is not NotImplemented:
+            return made
+    node = source._node
+    if func is aten._conj.default:
+        return _copy_node(
+            cls, node, torch.conj_physical, Spec.of(torch.empty_like(node.spec.meta()), node.spec.device)
+        )
+    if func is aten._neg_view.default:
+        return _copy_node(cls, node, torch.neg, Spec.of(torch.empty_like(node.spec.meta()), node.spec.device))
+    options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking", "layout")}
+    if _changes_more_than_dtype(kwargs, node.spec):
+        return _read(func, args, kwargs)
+    meta = func(node.spec.meta(), **options)
+    return _copy_node(
+        cls, node, lambda base: aten._to_copy.default(base, **options), Spec.of(meta, node.spec.device)
+    )
+
+
+def _changes_more_than_dtype(kwargs: dict[str, Any], spec: Spec) -> bool:
+    device = kwargs.get("device")
+    layout = kwargs.get("layout")
+    return (
+        (device is not None and torch.device(device) != spec.device)
+        or bool(kwargs.get("pin_memory"))
+        or (layout is not None and layout != torch.strided)
+        or kwargs.get("dtype") in (None, spec.dtype)
+    )
+
+
+def _copy_node(
+    cls: type[Paged], node: Node, convert: Callable[[torch.Tensor], torch.Tensor], spec: Spec
+) -> Paged:
+    return wrap(cls, CastNode(node, spec, convert))
+
+
+def _write(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return writes.write(func, args, kwargs)
+
+
+_HANDLERS: dict[Kind, Handler] = {
+    Kind.VIEW: _view,
+    Kind.CAST: _cast,
+    Kind.FACTORY: _factory,
+    Kind.WRITE: _write,
+    Kind.COMPOSITE: _composite,
+}

@@ -1,0 +1,278 @@
+"""Operators that write to a page: each rank runs the same write and keeps its own slice.
+
+    rule        when                                           what is done                       moves
+    slices      elementwise, and the target runs over its      on the own slices alone            nothing
+                page in flat order
+    scratch     elementwise on any other view                  on a full-size scratch that holds  nothing
+                                                               the own slice only
+    random      draws random numbers                           draw all of them, keep the slice   nothing
+    full        everything else                                gather privately, apply, keep      a gather
+
+Nothing is ever applied in memory that other ranks can see, apart from the own slice inside a write batch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from zeropage.errors import DivergenceError, UnsupportedOperationError
+from zeropage.memory.host import allocate
+from zeropage.page import CastNode, Page
+from zeropage.pager import Pager
+from zeropage.tensor import c10d, randomness
+from zeropage.tensor.base import Paged
+from zeropage.tensor.rules import WriteRule, targets, write_rule
+from zeropage.tensor.slices import can_slice, cut, cut_lists
+from zeropage.tensor.trees import paged_in, plain, rebuild, tensors_in
+
+aten = torch.ops.aten
+
+__all__ = ["write"]
+
+# These give every element of the target a new value: what was there before does not matter.
+_OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}
+
+
+def write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that writes to some of its arguments, at least one argument being paged."""
+    if func.namespace == "c10d":
+        return c10d.run(func, args, kwargs)
+    rule = write_rule(func)
+    written = [target.of(args, kwargs) for target in targets(func)]
+    paged = paged_in(written)
+    if rule is WriteRule.REFUSE:
+        raise _refusal(func, paged or paged_in([args, kwargs]))
+    if not paged:
+        return func(*plain(args), **plain(kwargs))
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return _unscale(func, args)
+    if any(isinstance(tensor._node.root, CastNode) for tensor in paged):
+        _write_casts(func, args, kwargs, paged)
+    elif any(tensor._node.page.edits is not None for tensor in paged):
+        _write_edits(func, args, kwargs, paged)
+    elif any(isinstance(value, (list, tuple)) for value in written):
+        _write_lists(func, args, kwargs, paged)
+    else:
+        _write_pages(func, rule, args, kwargs, paged)
+    return _result(func, written)
+
+
+def _result(func: OpOverload, written: list[Any]) -> Any:
+    """In-place operators return the objects that they were given."""
+    returns = len(func._schema.returns)
+    if returns == 0:
+        return None
+    return written[0] if returns == 1 else tuple(written)
+
+
+def _refusal(func: OpOverload, paged: Sequence[Paged]) -> UnsupportedOperationError:
+    names = ", ".join(repr(tensor._node.page.name) for tensor in paged)
+    return UnsupportedOperationError(
+        f"{func._schema.name} would change the shape or the storage of {names} in place, which a sharded "
+        "parameter cannot follow. Assign a new value (p.data = t), or use the out-of-place operator."
+    )
+
+
+# -- the rules
+
+
+def _write_pages(
+    func: OpOverload, rule: WriteRule, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]
+) -> None:
+    target = paged[0]
+    _require_values(func, rule, target)
+    if rule is WriteRule.POINTWISE and len(paged) == 1 and can_slice(target):
+        _on_slices(func, args, kwargs, target)
+        return
+    seen = paged_in([args, kwargs])
+    overlapping = any(t._node.page is target._node.page and t is not target for t in seen)
+    gathers = rule is WriteRule.OTHER or overlapping or len(paged) > 1
+    _on_copies(func, args, kwargs, paged, gathers=gathers, draws=rule is WriteRule.RANDOM)
+
+
+def _require_values(func: OpOverload, rule: WriteRule, target: Paged) -> None:
+    """A page without values can be overwritten as a whole, but not updated."""
+    page = target._node.page
+    if page.written:
+        return
+    whole = target._node.spec.shape.numel() == page.layout.numel
+    if not (whole and (func._schema.name in _OVERWRITES or rule is WriteRule.RANDOM)):
+        page.pager.fault(page)  # raises, naming the page
+
+
+def _on_slices(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged) -> None:
+    node = target._node
+    page, pager = node.page, node.page.pager
+    others = rebuild([args, kwargs], lambda t: t if t is target else cut(t, node))
+    with _batch(pager, [page], func, others, target):
+        own = page.own()
+        ready = rebuild(others, lambda t: own if t is target else t)
+        func(*ready[0], **ready[1])
+
+
+def _on_copies(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    paged: list[Paged],
+    *,
+    gathers: bool,
+    draws: bool,
+) -> None:
+    """Apply the operator to private full copies of the targets' pages; keep the own slices."""
+    pages = list(dict.fromkeys(tensor._node.page for tensor in paged))
+    pager = pages[0].pager
+    copies = {page: _private_copy(page, gathers=gathers) for page in pages}
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, Paged):
+            return tensor
+        node = tensor._node
+        copy = copies.get(node.page)
+        if copy is None or isinstance(node.root, CastNode):
+            return plain(tensor)  # type: ignore[no-any-return]
+        return node.apply(node.page.shaped(copy))
+
+    ready = rebuild([args, kwargs], replace)
+    operands = [t for t in tensors_in([args, kwargs]) if not isinstance(t, Paged)]
+    with _batch(pager, pages, func, operands, paged[0]):
+        with randomness.of_first_rank(pager, enabled=draws):
+            func(*ready[0], **ready[1])
+        for page, copy in copies.items():
+            low, high = page.bounds
+            page.own().copy_(copy[low:high])
+
+
+def _private_copy(page: Page, *, gathers: bool) -> torch.Tensor:
+    """A full-size copy (1-D) of this rank's own: with all values, or with the own slice's only."""
+    copy = allocate(page.layout.numel, page.dtype, page.spec.device)
+    if gathers:
+        copy.copy_(page.flat(_full(page)))
+    elif page.written:
+        low, high = page.bounds
+        copy[low:high].copy_(page.own())
+    return copy
+
+
+def _full(page: Page) -> torch.Tensor:
+    live = page.live
+    return page.fault() if live is None else live
+
+
+def _write_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> None:
+    """`_foreach_` and `_fused_` operators; their first list is a target."""
+    first = args[0]
+    if write_rule(func) is not WriteRule.POINTWISE or not all(can_slice(tensor) for tensor in first):
+        raise UnsupportedOperationError(
+            f"{func._schema.name} on {', '.join(repr(t._node.page.name) for t in paged[:3])} needs more than each "
+            "rank's slices; call the operator on one parameter at a time."
+        )
+    nodes = [tensor._node for tensor in first]
+    pages = list(dict.fromkeys(tensor._node.page for tensor in paged))
+    ready = cut_lists(args, nodes), cut_lists(kwargs, nodes)
+    with _batch(pages[0].pager, pages, func, [], paged[0]):
+        func(*ready[0], **ready[1])
+
+
+def _write_casts(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> None:
+    """A cast is a private copy: it is written where it is."""
+    if not all(isinstance(tensor._node.root, CastNode) for tensor in paged):
+        raise UnsupportedOperationError(
+            f"{func._schema.name} would write to a parameter and to a cast of one at once; write them one by one."
+        )
+    for tensor in paged:
+        root = tensor._node.root
+        assert isinstance(root, CastNode)
+        root.settle()
+    func(*plain(args), **plain(kwargs))
+
+
+def _write_edits(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> None:
+    """Inside a `gather` block with a writer: apply to this rank's private full value."""
+    frames = {}
+    for tensor in paged:
+        page = tensor._node.page
+        if page.edits is None:
+            raise UnsupportedOperationError(
+                f"{func._schema.name} would write to {page.name!r}, which is not gathered, together with one that "
+                "is; write them one by one, or gather both."
+            )
+        frames[page] = page.edits.open(page)
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, Paged) and tensor._node.page in frames:
+            page = tensor._node.page
+            return tensor._node.apply(page.shaped(frames[page]))
+        return plain(tensor)  # type: ignore[no-any-return]
+
+    ready = rebuild([args, kwargs], replace)
+    func(*ready[0], **ready[1])
+
+
+def _unscale(func: OpOverload, args: tuple[Any, ...]) -> None:
+    """`GradScaler.unscale_`: on slices, and what one rank finds all ranks know."""
+    gradients, found, inverse = args
+    nodes = [tensor._node for tensor in gradients]
+    pager = nodes[0].page.pager
+    pages = list(dict.fromkeys(node.page for node in nodes))
+    with pager.writing(pages, "unscale gradients"):
+        func([node.page.own() for node in nodes], found, plain(inverse))
+    answers = pager.transport.meet("non-finite gradients", str(float(found)).encode())
+    found.fill_(max(float(answer) for answer in answers))
+
+
+# -- agreement between ranks
+
+
+def _batch(pager: Pager, pages: list[Page], func: OpOverload, operands: Any, target: Paged) -> Any:
+    """A write batch that all ranks open for the same write with the same plain operands."""
+    name = func._schema.name.split("::")[1]
+    intent = f"{name} on {target._node.page.name} {tuple(target.shape)}"
+    payload = b""
+    if pager.transport.world > 1 and not pager.step.active():
+        payload = str(_fingerprint(operands)).encode()
+    return _Agreed(pager, pages, intent, payload)
+
+
+class _Agreed:
+    """`pager.writing`, with a check that every rank brought the same operands."""
+
+    def __init__(self, pager: Pager, pages: list[Page], intent: str, payload: bytes) -> None:
+        self._batch = pager.writing(pages, intent, payload)
+        self._intent = intent
+
+    def __enter__(self) -> None:
+        answers = self._batch.__enter__()
+        if any(answer != answers[0] for answer in answers):
+            error = DivergenceError(
+                f"the ranks brought different values to {self._intent}. Every rank must run the same write; to "
+                "let one rank decide, write inside zp.gather(params, writer=rank)."
+            )
+            self._batch.__exit__(type(error), error, None)
+            raise error
+
+    def __exit__(self, *details: Any) -> bool | None:
+        return self._batch.__exit__(*details)
+
+
+def _fingerprint(operands: Any) -> int:
+    """A number that differs, almost surely, where the plain operands differ."""
+    found = 0
+    for tensor in tensors_in(operands):
+        if isinstance(tensor, Paged) or tensor.device.type == "meta" or tensor.layout != torch.strided:
+            continue
+        found = zlib.crc32(_digest(tensor), found)
+    return found
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
+    whole = raw.numel() // 8 * 8
+    total = int(raw[:whole].view(torch.int64).sum()) if whole else 0
+    edge = raw[:64].numpy().tobytes() + raw[-64:].numpy().tobytes() if raw.device.type == "cpu" else b""
+    return f"{tuple(tensor.shape)} {tensor.dtype} {total}".encode() + edge

@@ -1,0 +1,298 @@
+"""All ranks on one host: pages stand in memory that everybody maps, so a gather is a view of it.
+
+The slices of a page stand side by side in one mapping. Reading needs no partner: slices are constant until
+all ranks have met for a write. Gradients are added straight into the owners' slices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+
+from zeropage.layout import Layout
+from zeropage.memory.host import Store
+from zeropage.memory.shared import SharedBlock, create, open_of_process
+from zeropage.transport.base import accumulate, overtaken
+from zeropage.transport.control import BLOCK, Control
+from zeropage.transport.group import Group
+from zeropage.transport.rounds import Rounds
+
+__all__ = ["SharedAccumulator", "SharedTransport"]
+
+_LINE = 64  # bytes: a cache line a rank, so that polling does not disturb the writers
+_TURNS_PER_MEETING = 1 << 20
+
+
+class _Mark(IntEnum):
+    """Index of each 64-bit word in a rank's line at the head of an accumulator."""
+
+    TURN = 0  # one more than the number of the last backward in which this rank contributed
+    CONTRIBUTED = 1  # one more than the epoch of this rank's last contribution
+    CONTENT = 2  # one more than the epoch that this rank's slice holds
+
+
+class SharedAccumulator:
+    """A gradient sum in shared memory. See [Note: gradient epochs] and [Note: turns]."""
+
+    def __init__(self, name: str, store: Store, block: SharedBlock, transport: SharedTransport) -> None:
+        self.store = store
+        self._name = name
+        self._transport = transport
+        self._block = block
+        assert store.whole is not None
+        self._slices = [store.whole[slice(*store.layout.bounds(r))] for r in range(store.layout.world)]
+        self._marks = [
+            (ctypes.c_uint64 * 8).from_buffer(block.buffer, r * _LINE) for r in range(store.layout.world)
+        ]
+
+    def add(self, gradient: torch.Tensor, scale: float, epoch: int) -> None:
+        transport, layout = self._transport, self.store.layout
+        transport.settle()
+        turn = transport.await_turn(self._marks)
+        for owner, target in enumerate(self._slices):
+            if target.numel():
+                with transport.lock(self.store.uid * layout.world + owner):
+                    marks = self._marks[owner]
+                    part = gradient[slice(*layout.bounds(owner))]
+                    accumulate(target, part, scale, first=marks[_Mark.CONTENT] <= epoch)
+                    marks[_Mark.CONTENT] = max(marks[_Mark.CONTENT], epoch + 1)
+        mine = self._marks[transport.rank]
+        mine[_Mark.CONTRIBUTED] = epoch + 1
+        if not transport.reentrant:
+            mine[_Mark.TURN] = turn + 1
+
+    def present(self, epoch: int) -> bool:
+        return any(marks[_Mark.CONTRIBUTED] == epoch + 1 for marks in self._marks)
+
+    def own(self, epoch: int) -> torch.Tensor:
+        marks = self._marks[self._transport.rank]
+        self._check_slice(marks, epoch)
+        if marks[_Mark.CONTENT] <= epoch:
+            self.store.shard.zero_()
+            marks[_Mark.CONTENT] = epoch + 1
+        return self.store.shard
+
+    def mark(self, epoch: int) -> None:
+        mine = self._marks[self._transport.rank]
+        mine[_Mark.CONTENT] = epoch + 1
+        mine[_Mark.CONTRIBUTED] = epoch + 1
+
+    def check(self, epoch: int) -> None:
+        for marks, part in zip(self._marks, self._slices, strict=True):
+            if part.numel():
+                self._check_slice(marks, epoch)
+
+    def _check_slice(self, marks: ctypes.Array[ctypes.c_uint64], epoch: int) -> None:
+        if marks[_Mark.CONTENT] > epoch + 1:
+            raise overtaken(self._name)
+
+    def release(self) -> None:
+        """Shared memory stays reserved: another rank may be adding to it."""
+
+
+class SharedTransport:
+    """See [Note: turns].
+
+    [Note: turns] Gradients are added in the order (backward, rank): rank r adds its part of a parameter
+    after every lower rank has added its own, or has ended the backward of the same number. So sums have
+    the same bits in every run, at any world size. It cannot deadlock: a rank waits only for backwards
+    that come earlier in that order, and a rank that waits in a collective call counts as having ended.
+    Inside a re-entrant backward (old-style activation checkpointing) a parameter may get more than one
+    part; there the turn passes on only when the whole backward has ended.
+    """
+
+    name = "shared"
+
+    def __init__(self, group: Group, timeout_s: float, *, deterministic: bool) -> None:
+        self.rank, self.world = group.rank, group.world
+        self.reentrant = False
+        self._deterministic = deterministic
+        self._rounds = Rounds(group, timeout_s)
+        self._uid = 0
+        self._handed_over: int | None = None
+        self._turn = 0
+        self._in_backward = False
+        self._closed = False
+        self._lock_file = self._open_control(group)
+        self._control = Control(
+            SharedBlock(self._lock_file, BLOCK * self.world), self.rank, self.world, timeout_s
+        )
+        self.meet("start")
+
+    def _open_control(self, group: Group) -> int:
+        descriptor = create(BLOCK * self.world) if self.rank == 0 else -1
+        pid, number = group.broadcast((os.getpid(), descriptor))
+        if self.rank != 0:
+            descriptor = open_of_process(pid, number)
+        group.barrier()
+        return descriptor
+
+    # -- memory
+
+    def allocate(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> Store:
+        block = self._map(f"page {name} of {layout.numel} x {dtype}", layout.numel * dtype.itemsize)
+        return self._store(layout, block.tensor(dtype, layout.numel), block)
+
+    def private(self, shard: torch.Tensor, layout: Layout) -> Store:
+        return self._rounds.private(shard, layout)
+
+    def accumulator(
+        self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device
+    ) -> SharedAccumulator:
+        head = _LINE * self.world
+        block = self._map(
+            f"gradient of {name}: {layout.numel} x {dtype}", head + layout.numel * dtype.itemsize
+        )
+        store = self._store(layout, block.tensor(dtype, layout.numel, head), block)
+        return SharedAccumulator(name, store, block, self)
+
+    def _store(self, layout: Layout, whole: torch.Tensor, block: SharedBlock) -> Store:
+        self._uid += 1
+        return Store(self._uid, 0, layout, whole[slice(*layout.bounds(self.rank))], whole, owner=block)
+
+    def _map(self, what: str, nbytes: int) -> SharedBlock:
+        nbytes = max(nbytes, mmap.PAGESIZE)
+        descriptor = create(nbytes) if self.rank == 0 else -1
+        answers = self.meet(f"allocate {what}", f"{os.getpid()} {descriptor}".encode())
+        if self.rank == 0:
+            self._handed_over = descriptor  # closed at the next meeting: by then all have mapped it
+            return SharedBlock(descriptor, nbytes)
+        pid, number = map(int, answers[0].split())
+        mine = open_of_process(pid, number)
+        try:
+            return SharedBlock(mine, nbytes)
+        finally:
+            os.close(mine)
+
+    # -- phases
+
+    def meet(self, intent: str, payload: bytes = b"") -> list[bytes]:
+        self._before_meeting()
+        answers = self._control.meet(intent, payload)
+        self._after_meeting()
+        return answers
+
+    def open_writes(self, intent: str, payload: bytes = b"") -> list[bytes]:
+        self._before_meeting()
+        answers = self._control.open_writes(intent, payload)
+        self._after_meeting()
+        return answers
+
+    def _before_meeting(self) -> None:
+        self._in_backward = self.reentrant = False
+        self._turn = (self._control.met + 1) * _TURNS_PER_MEETING
+        self._control.publish_ended(self._turn)
+
+    def _after_meeting(self) -> None:
+        if self._handed_over is not None:
+            os.close(self._handed_over)
+            self._handed_over = None
+
+    def close_writes(self) -> None:
+        self._control.close_writes()
+
+    def settle(self) -> None:
+        self._control.settle()
+
+    # -- moving data
+
+    def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
+        self.settle()
+        for store, frame in wanted:
+            if store.whole is not None:
+                frame.copy_(store.whole)
+            else:
+                self.meet(f"gather private page {store.uid}")
+                self._rounds.gather([(store, frame)])
+
+    def gather_in_step(self, store: Store, frame: torch.Tensor, what: str) -> None:
+        self.meet(f"read {what} inside the optimizer step")
+        if store.whole is not None:
+            frame.copy_(store.whole)
+        else:
+            self._rounds.gather([(store, frame)])
+        self.meet(f"go on after reading {what} inside the optimizer step")
+
+    def exclusive(self, store: Store) -> _ByteLock:
+        return self.lock(store.uid * self.world)
+
+    def scatter(self, store: Store, full: torch.Tensor | None, source: int) -> None:
+        if store.whole is None:
+            self._rounds.scatter(store, full, source)
+            return
+        self.open_writes(f"scatter page {store.uid} from rank {source}")
+        if full is not None:
+            store.whole.copy_(full)
+        self.close_writes()
+
+    # -- gradients
+
+    def begin_backward(self, *, reentrant: bool) -> None:
+        self._in_backward = True
+        self.reentrant = self.reentrant or reentrant
+
+    def end_backward(self) -> None:
+        if self._in_backward:
+            self._in_backward = self.reentrant = False
+            self._turn += 1
+            self._control.publish_ended(self._turn)
+
+    def await_turn(self, marks: Sequence[ctypes.Array[ctypes.c_uint64]]) -> int:
+        """Wait until this rank may add to the parameter whose `marks` these are; the number of its turn."""
+        turn, control = self._turn, self._control
+        if self._deterministic:
+            for peer in range(self.world):
+                if peer == self.rank:
+                    continue
+                needed = turn + 1 if peer < self.rank else turn
+                line = marks[peer]
+                if line[_Mark.TURN] < needed and control.ended(peer) < needed:
+                    control.wait(
+                        lambda line=line, peer=peer, needed=needed: (
+                            line[_Mark.TURN] >= needed or control.ended(peer) >= needed
+                        ),
+                        peer,
+                    )
+        return turn
+
+    def await_gradients(self) -> None:
+        self.end_backward()
+        control, number = self._control, self._turn
+        for peer in range(self.world):
+            if peer != self.rank and control.ended(peer) < number:
+                control.wait(lambda peer=peer: control.ended(peer) >= number, peer)
+
+    def lock(self, number: int) -> _ByteLock:
+        return _ByteLock(self._lock_file, number)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._control.leave()
+            self._after_meeting()
+            os.close(self._lock_file)
+            self._rounds.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _ByteLock:
+    """A lock on one byte of a file, released by the kernel if this process dies."""
+
+    __slots__ = ("_file", "_number")
+
+    def __init__(self, file: int, number: int) -> None:
+        self._file, self._number = file, number
+
+    def __enter__(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._number)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._number)

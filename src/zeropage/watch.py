@@ -1,0 +1,146 @@
+"""Watching modules: parameters that appear after sharding are paged as they appear.
+
+torch has hooks of its own for "a parameter (or a module) is being registered"; nothing is patched. They are
+global, so each watcher looks at the modules that it knows, and, inside `init()`, at its own thread only.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils.hooks import RemovableHandle
+
+from zeropage.page import Page
+from zeropage.pager import Pager
+from zeropage.tensor import PagedTensor, page_in_place
+
+__all__ = ["Watcher"]
+
+
+class Watcher:
+    """Pages every parameter that is registered in a module it knows (all modules, while `open`)."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._thread: int | None = None
+        self._depth = 0
+        me = weakref.ref(self)
+        self._handles: list[RemovableHandle] = [
+            register_module_parameter_registration_hook(
+                lambda module, name, value: _parameter_registered(me, module, name, value)
+            ),
+            register_module_module_registration_hook(
+                lambda module, name, child: _module_registered(me, module, name, child)
+            ),
+        ]
+
+    def open(self) -> None:
+        """Take every module that this thread makes from now on, until `close`."""
+        self._thread = threading.get_ident()
+        self._depth += 1
+
+    def close(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._thread = None
+            self.name_all()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def __del__(self) -> None:
+        self.remove()
+
+    def page_module(self, module: nn.Module) -> None:
+        """Page every plain parameter of `module`, one at a time, and watch it (collective)."""
+        sharing: dict[tuple[Any, ...], Page] = {}
+        for name, parameter in list(module.named_parameters()):
+            if isinstance(parameter, UninitializedTensorMixin) or isinstance(parameter, PagedTensor):
+                continue
+            key = storage_key(parameter)
+            page_in_place(parameter, self._pager, name, PagedTensor, sharing.get(key) if key else None)
+            if key and isinstance(parameter, PagedTensor):
+                sharing[key] = parameter._node.page
+        for child in module.modules():
+            self._modules.add(child)
+            self._await_lazy(child)
+        name_pages(module)
+
+    def name_all(self) -> None:
+        """Give pages the names that they have in the outermost modules known."""
+        known = list(self._modules)
+        inner = {id(child) for module in known for child in module.children()}
+        for module in known:
+            if id(module) not in inner:
+                name_pages(module)
+
+    def parameter_registered(self, module: nn.Module, name: str, value: Any) -> None:
+        here = self._thread is not None and self._thread == threading.get_ident()
+        if not here and module not in self._modules:
+            return
+        self._modules.add(module)
+        if isinstance(value, UninitializedTensorMixin):
+            self._await_lazy(module)
+        elif isinstance(value, nn.Parameter) and not isinstance(value, PagedTensor):
+            page_in_place(value, self._pager, f"{type(module).__name__}.{name}", PagedTensor)
+
+    def module_registered(self, module: nn.Module, name: str, child: Any) -> None:
+        if isinstance(child, nn.Module) and module in self._modules and self._thread is None:
+            self.page_module(child)
+
+    def _await_lazy(self, module: nn.Module) -> None:
+        """Page the parameters of a lazy module when its first forward has given them shapes."""
+        if not any(isinstance(p, UninitializedTensorMixin) for p in module.parameters(recurse=False)):
+            return
+        me = weakref.ref(self)
+
+        def materialised(module: nn.Module, inputs: Any) -> None:
+            watcher = me()
+            if watcher is not None:
+                watcher.page_module(module)
+            handle.remove()
+
+        handle = module.register_forward_pre_hook(materialised)
+
+
+def name_pages(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, PagedTensor):
+            parameter._node.page.name = name
+
+
+def storage_key(parameter: torch.Tensor) -> tuple[Any, ...] | None:
+    """What two parameters that are the same view of the same storage have in common."""
+    if parameter.device.type == "meta" or parameter.layout != torch.strided or parameter.numel() == 0:
+        return None
+    storage = parameter.untyped_storage()
+    return (
+        storage.data_ptr(),
+        parameter.storage_offset(),
+        parameter.shape,
+        parameter.stride(),
+        parameter.dtype,
+    )
+
+
+def _parameter_registered(reference: weakref.ref[Watcher], module: nn.Module, name: str, value: Any) -> None:
+    watcher = reference()
+    if watcher is not None:
+        watcher.parameter_registered(module, name, value)
+
+
+def _module_registered(reference: weakref.ref[Watcher], module: nn.Module, name: str, child: Any) -> None:
+    watcher = reference()
+    if watcher is not None:
+        watcher.module_registered(module, name, child)
