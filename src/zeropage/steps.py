@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
+from zeropage.hooks import register
 from zeropage.page import Page, Spec
 from zeropage.pager import Pager
 from zeropage.tensor import PagedTensor, over
@@ -29,20 +29,16 @@ class StepHooks:
         self._pager = weakref.ref(pager)
         self._moved = 0
         self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        me = weakref.ref(self)
-        self._handles: list[RemovableHandle] = [
-            register_optimizer_step_pre_hook(lambda opt, args, kwargs: _call(me, "_before", opt)),
-            register_optimizer_step_post_hook(lambda opt, args, kwargs: _call(me, "_after", opt)),
+        self._handles = [
+            register(register_optimizer_step_pre_hook, self._before),
+            register(register_optimizer_step_post_hook, self._after),
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def __del__(self) -> None:
-        self.remove()
-
-    def _before(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         pager = self._pager()
         if pager is None or not _holds(optimizer, pager):
             return
@@ -50,11 +46,11 @@ class StepHooks:
         intent = f"optimizer step ({type(optimizer).__name__})"
         pager.close_batch()
         self._moved = pager.counters.bytes_moved
-        # this method <- _call <- the lambda <- the wrapper around step(), which stays on the stack
-        pager.step.enter(sys._getframe(3), intent)
+        # this method <- WeakHook.__call__ <- the wrapper around step(), which stays on the stack
+        pager.step.enter(sys._getframe(2), intent)
         pager.open_batch(intent)
 
-    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         pager = self._pager()
         if pager is None or not pager.step.possible or not _holds(optimizer, pager):
             return
@@ -73,16 +69,6 @@ def warn_whole(name: str, nbytes: int) -> None:
         UserWarning,
         stacklevel=4,
     )
-
-
-def _call(reference: weakref.ref[StepHooks], method: str, optimizer: torch.optim.Optimizer) -> None:
-    hooks = reference()
-    if hooks is None:
-        return
-    if method == "_before":
-        hooks._before(optimizer)
-    else:
-        hooks._after(optimizer)
 
 
 def _holds(optimizer: torch.optim.Optimizer, pager: Pager) -> bool:

@@ -17,8 +17,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.utils.hooks import RemovableHandle
 
+from zeropage.hooks import register
 from zeropage.page import Page
 from zeropage.pager import Pager
 from zeropage.tensor import PagedTensor, page_in_place
@@ -34,14 +34,9 @@ class Watcher:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._thread: int | None = None
         self._depth = 0
-        me = weakref.ref(self)
-        self._handles: list[RemovableHandle] = [
-            register_module_parameter_registration_hook(
-                lambda module, name, value: _parameter_registered(me, module, name, value)
-            ),
-            register_module_module_registration_hook(
-                lambda module, name, child: _module_registered(me, module, name, child)
-            ),
+        self._handles = [
+            register(register_module_parameter_registration_hook, self.parameter_registered),
+            register(register_module_module_registration_hook, self.module_registered),
         ]
 
     def open(self) -> None:
@@ -59,14 +54,11 @@ class Watcher:
         for handle in self._handles:
             handle.remove()
 
-    def __del__(self) -> None:
-        self.remove()
-
     def page_module(self, module: nn.Module) -> None:
         """Page every plain parameter of `module`, one at a time, and watch it (collective)."""
         sharing: dict[tuple[Any, ...], Page] = {}
         for name, parameter in list(module.named_parameters()):
-            if isinstance(parameter, UninitializedTensorMixin) or isinstance(parameter, PagedTensor):
+            if isinstance(parameter, (UninitializedTensorMixin, PagedTensor)):
                 continue
             key = storage_key(parameter)
             page_in_place(parameter, self._pager, name, PagedTensor, sharing.get(key) if key else None)
@@ -132,15 +124,3 @@ def storage_key(parameter: torch.Tensor) -> tuple[Any, ...] | None:
         parameter.stride(),
         parameter.dtype,
     )
-
-
-def _parameter_registered(reference: weakref.ref[Watcher], module: nn.Module, name: str, value: Any) -> None:
-    watcher = reference()
-    if watcher is not None:
-        watcher.parameter_registered(module, name, value)
-
-
-def _module_registered(reference: weakref.ref[Watcher], module: nn.Module, name: str, child: Any) -> None:
-    watcher = reference()
-    if watcher is not None:
-        watcher.module_registered(module, name, child)
