@@ -75,17 +75,17 @@ def train(task: Task, *, resume: bool) -> Record:
                 meter.sample()
                 engine.backward(part)
                 meter.sample()
+                held = engine.memory()
                 engine.step()
                 loss += part.item() / config.accumulate
             losses.append(loss)
             show(loss, engine.grad_norm, engine.lr)
 
-    memory = engine.memory()
     nbytes = Bytes(
-        parameters=memory.shards + sum(zp.local(p).nbytes for p in teacher.parameters()),
-        gradients=memory.gradients,
-        optimizer=memory.optimizer,
-        frames=memory.frames,
+        parameters=held.parameters + sum(zp.local(p).nbytes for p in teacher.parameters()),
+        gradients=held.gradients,
+        optimizer=held.optimizer,
+        frames=held.peak_frames,
     )
     engine.close()
     return meter.record("resume" if resume else "train", first, losses, nbytes)
@@ -164,9 +164,9 @@ def run_all(options: argparse.Namespace) -> None:
 def launch(phase: str, options: argparse.Namespace, world: int) -> None:
     """Start one phase over `world` processes and wait for it.
 
-    A process of any phase gets as many threads as a rank of the first run: their number decides in which order
-    a matrix product is summed, and with it the last bits that the comparison looks at. Huge pages spare the
-    kernel most of the work of giving fresh memory to the large, short-lived tensors of a vocabulary.
+    A process of any phase gets as many threads as a rank of the first run: their number decides in which
+    order a matrix product is summed, and with it the last bits that the comparison looks at. Huge pages spare
+    the kernel most of the work of giving fresh memory to large, short-lived tensors, here logits.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
     settings = {"OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1"}

@@ -1,7 +1,6 @@
 """The command line: `zeropage env` looks at the machine, `zeropage demo` runs the example.
 
-Commands are thin: they read their options, call one function and print. torch is imported by the command
-that needs it, so that `--help` and `--version` answer at once.
+Commands are thin: they read their options, call one function and print.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ import json
 import subprocess
 import sys
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+import zeropage
+from zeropage import environment
 
 __all__ = ["app", "demo_program"]
 
@@ -38,7 +39,7 @@ class TransportChoice(str, Enum):
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"zeropage {metadata.version('zeropage')}")
+        typer.echo(f"zeropage {zeropage.__version__}")
         raise typer.Exit
 
 
@@ -56,8 +57,6 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show versions, devices, memory limits, and which transports can run here and why not."""
-    from zeropage import environment
-
     found = environment.collect()
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))

@@ -21,7 +21,7 @@ from torch import nn
 
 from zeropage.checkpoint import LoadResult, load_checkpoint, save_checkpoint
 from zeropage.config import Config
-from zeropage.construct import ConfigLike, pagers_of, shard
+from zeropage.construct import ConfigLike, pagers_of, shard, space_of
 from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
 from zeropage.gradients import Record
 from zeropage.loss_scale import DynamicLossScale
@@ -80,7 +80,8 @@ class _Findings:
     """What one rank found in its slices before a step; exchanged by all."""
 
     square_sum: float
-    bad_parameter: str
+    overflow: bool
+    bad_parameter: str  # the first in its own backward whose gradient was not finite
     bad_loss: bool
     gradients: int
 
@@ -117,6 +118,9 @@ class Engine:
             raise ConfigError("the model has no parameters to shard")
         self.config = self._pagers[0].config if config is None else settings
         _check_effect(self.config, self._pagers)
+        self._spaces = [space_of(pager) for pager in self._pagers]
+        for space in self._spaces:
+            space.gradients.looks_for_nonfinite = self.config.precision == "fp16"
         self._closed = False
         self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
         self.lr_scheduler = lr_scheduler
@@ -212,18 +216,18 @@ class Engine:
         for pager in self._pagers:
             pager.close_batch()
             pager.transport.meet(f"step {self.global_step + self.skipped_steps + 1}")
-        square_sum, bad, count = 0.0, "", 0
+        square_sum, overflow, count = 0.0, False, 0
         for record in optimizer.records():
             if record.has_gradient():
                 norm = float(torch.linalg.vector_norm(record.own_gradient().float()))
                 square_sum += norm * norm
                 count += 1
-                if not bad and not math.isfinite(norm):
-                    bad = record.name
-        return _Findings(square_sum, bad, self._bad_loss, count)
+                overflow = overflow or not math.isfinite(norm)
+        first = next((space.gradients.first_nonfinite for space in self._spaces if space.gradients.first_nonfinite), "")
+        return _Findings(square_sum, overflow, first, self._bad_loss, count)
 
     def _exchange(self, mine: _Findings) -> list[_Findings]:
-        fields = (mine.square_sum, mine.bad_parameter, mine.bad_loss, mine.gradients)
+        fields = (mine.square_sum, mine.overflow, mine.bad_parameter, mine.bad_loss, mine.gradients)
         answers = self._pagers[0].transport.meet("gradient norm", pickle.dumps(fields))
         return [_Findings(*pickle.loads(answer)) for answer in answers]
 
@@ -235,7 +239,9 @@ class Engine:
             return f"the loss is not finite on rank {', '.join(map(str, losses))}"
         for rank, found in enumerate(findings):
             if found.bad_parameter:
-                return f"the gradient of {found.bad_parameter!r} is not finite (in the slice of rank {rank})"
+                return f"the gradient of {found.bad_parameter!r} is not finite on rank {rank}"
+        if any(found.overflow for found in findings):
+            return "the sum of the gradients over ranks is not finite"
         return ""
 
     def _skip(self, findings: list[_Findings], reason: str) -> StepResult:
@@ -244,7 +250,6 @@ class Engine:
         bad_loss = any(found.bad_loss for found in findings)
         self.skipped_steps += 1
         self._bad_in_a_row += 1
-        self._bad_loss = False
         self._drop_gradients()
         if not bad_loss:
             self._scaler.update(True)
@@ -284,6 +289,9 @@ class Engine:
         return factor if math.isnan(factor) else min(1.0, factor)
 
     def _drop_gradients(self) -> None:
+        self._bad_loss = False
+        for space in self._spaces:
+            space.gradients.first_nonfinite = ""
         for record in self._records():
             record.drop_gradient()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
 import psutil
@@ -18,10 +17,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+import zeropage
 from zeropage.memory.limits import GroupMemory, cgroup_memory, machine_available, shared_memory_total
 from zeropage.transport.probe import TransportVerdict, backends, probe_transports
 
-__all__ = ["Environment", "collect", "package_version", "render"]
+__all__ = ["Environment", "collect", "render"]
 
 _GIB = 1 << 30
 
@@ -86,14 +86,9 @@ def render(environment: Environment) -> Group:
     return Group(_facts_table(environment), Text(), _transports_table(environment.transports))
 
 
-def package_version() -> str:
-    """The version of the installed package."""
-    return metadata.version("zeropage")
-
-
 def _versions() -> Versions:
     return Versions(
-        zeropage=package_version(),
+        zeropage=zeropage.__version__,
         torch=torch.__version__,
         python=platform.python_version(),
         system=platform.platform(),

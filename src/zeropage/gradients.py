@@ -48,7 +48,7 @@ class GradientPage(Page):
     @property
     def framed(self) -> bool:
         # sums of other ranks may be overtaken while they are read: read a copy, then check
-        return self.pager.transport.world > 1 or self.rounds
+        return super().framed or self.pager.transport.world > 1 or self.rounds
 
     @property
     def rounds(self) -> bool:
@@ -150,6 +150,7 @@ class Record:
         gradient = gradient.detach()
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
+        self._gradients.inspect(self.name, gradient)
         scale = 1.0 / self.pager.transport.world
         with torch.no_grad(), torch.inference_mode(False):
             if page.edited:
@@ -232,6 +233,8 @@ class Gradients:
         self._dtype = _REDUCE_DTYPES[pager.config.reduce_dtype]
         self._settled = False
         self._task = -1
+        self.looks_for_nonfinite = False  # set by an engine that scales the loss
+        self.first_nonfinite = ""  # the first parameter in this rank's backwards whose gradient was not finite
         pager.adopt = self.adopt
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -283,6 +286,11 @@ class Gradients:
         self.pager.transport.begin_backward(reentrant=nested)
         if task != -1 and not nested:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def inspect(self, name: str, gradient: torch.Tensor) -> None:
+        """Note where a non-finite gradient of this rank appears first: sums do not tell who brought it."""
+        if self.looks_for_nonfinite and not self.first_nonfinite and not bool(torch.isfinite(gradient.sum())):
+            self.first_nonfinite = name
 
     def end_backward(self) -> None:
         self._task = -1

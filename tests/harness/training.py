@@ -1,9 +1,9 @@
 """A sharded training must equal the plain one: `assert_same_training` runs both and compares.
 
-The reference is one process and one plain model. For each micro-batch, each rank's loss / world /
-accumulate goes backward in the order of ranks, so that gradients add up in exactly that order; then come
-clipping and the optimizer. Each rank has its own random numbers and its own buffers, as it would have.
-Buffers and random numbers of rank r are put in place before its turn and taken back after it.
+The reference is one process and one plain model. For each micro-batch, each rank's loss / accumulate goes
+backward in the order of ranks; its gradients, each times 1 / world, are added up in exactly that order, in
+fp32 where they have 16 bits; then come clipping and the optimizer. Each rank has its own random numbers and
+its own buffers, as it would have: they are put in place before its turn and taken back after it.
 
 Everything that goes to the ranks is sent by name: `build`, `batches`, `loss`, `optimizer` and the like are
 functions at the top level of a module (or classes, or functools.partial of them), never lambdas.
@@ -26,6 +26,8 @@ __all__ = ["Record", "SameTraining", "TrainingMismatch", "adamw", "assert_same_t
 
 TOLERANCE = 1e-6
 """The greatest difference where bits may differ, relative to the greatest value of the tensor."""
+
+DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 LINES = 40
 """How many differences a `TrainingMismatch` lists."""
@@ -126,6 +128,7 @@ def assert_same_training(
         before_step: called with (model, step) on both sides, for instance to freeze parameters.
         inspect: called at the end with (model, engine or None) on each rank; its result is in `extra`.
         config: settings beyond transport, accumulate and clip_grad_norm, which come from the arguments.
+            The reference follows `precision` and the initial loss scale; it never skips a step.
         engine: through `zp.Engine`; if false a plain loop with a torch optimizer on paged parameters.
         init: build under `zp.init` rather than `zp.shard` the built model.
         exact: bit for bit. By default with at most two ranks over shared memory or alone, except where
@@ -178,7 +181,9 @@ def train_plain(training: Training) -> list[Record]:
         for step in range(training.steps):
             if training.before_step:
                 training.before_step(model, step)
-            _plain_backwards(training, model, ranks, masters, step)
+            sums = _plain_backwards(training, model, ranks, step)
+            for parameter, master in masters.items():
+                master.grad = None if parameter not in sums else sums[parameter].to(master.dtype)
             if training.clip is not None:
                 norm = nn.utils.clip_grad_norm_(masters.values(), training.clip)
                 for record in ranks.records:
@@ -194,8 +199,11 @@ def train_plain(training: Training) -> list[Record]:
 
 
 def _plain_backwards(
-    training: Training, model: nn.Module, ranks: _PlainRanks, masters: _Masters, step: int
-) -> None:
+    training: Training, model: nn.Module, ranks: _PlainRanks, step: int
+) -> dict[nn.Parameter, Tensor]:
+    """All backwards of one step; the averaged gradient of each parameter that got one."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    loss_scale = _loss_scale(training)
     for record in ranks.records:
         record.losses.append([])
     for micro in range(training.accumulate):
@@ -204,8 +212,19 @@ def _plain_backwards(
                 loss = training.loss(model, training.batches(step, micro, rank))
                 record.losses[step].append(loss.item())
                 if loss.requires_grad:
-                    (loss / training.world / training.accumulate).backward()
-            _collect_gradients(masters)
+                    (loss / training.accumulate * loss_scale).backward()
+            _move_gradients(model, sums, 1 / training.world / loss_scale)
+    return sums
+
+
+def _move_gradients(model: nn.Module, sums: dict[nn.Parameter, Tensor], factor: float) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        parameter.grad = None
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) * factor
+        sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
 
 
 class _PlainRanks:
@@ -243,22 +262,25 @@ _Masters = dict[nn.Parameter, nn.Parameter]
 
 
 def _plain_optimizer(training: Training, model: nn.Module) -> tuple[torch.optim.Optimizer, _Masters]:
-    """Through the engine, trainable 16-bit parameters have fp32 masters and fp32 sums of gradients."""
+    """Through the engine, trainable 16-bit parameters have fp32 masters and fp32 sums of gradients.
+
+    With `precision` the masters keep what the parameters were before they were cast.
+    """
     masters: _Masters = {}
     for parameter in model.parameters():
+        exact = parameter.detach().clone()
+        if training.engine and (parameter.requires_grad or training.config.get("cast_frozen")):
+            parameter.data = parameter.data.to(DTYPES[training.config.get("precision")] or parameter.dtype)
         small = parameter.dtype in (torch.bfloat16, torch.float16) and parameter.requires_grad
-        masters[parameter] = (
-            nn.Parameter(parameter.detach().float()) if small and training.engine else parameter
-        )
+        masters[parameter] = nn.Parameter(exact.float()) if small and training.engine else parameter
     return training.optimizer(list(masters.values())), masters
 
 
-def _collect_gradients(masters: _Masters) -> None:
-    for parameter, master in masters.items():
-        if master is not parameter and parameter.grad is not None:
-            gradient = parameter.grad.float()
-            master.grad = gradient if master.grad is None else master.grad + gradient
-            parameter.grad = None
+def _loss_scale(training: Training) -> float:
+    """The scale of every step: that of an fp16 training which never overflows nor grows."""
+    if not training.engine or training.config.get("precision") != "fp16":
+        return 1.0
+    return training.config.get("loss_scale", {}).get("initial", 65536.0)
 
 
 @torch.no_grad()

@@ -17,7 +17,17 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-__all__ = ["Kind", "WriteRule", "composite_kernel", "direct", "is_pointwise", "kind_of", "write_rule"]
+__all__ = [
+    "Kind",
+    "WriteRule",
+    "composite_kernel",
+    "direct",
+    "is_pointwise",
+    "kind_of",
+    "returned_targets",
+    "targets",
+    "write_rule",
+]
 
 
 class Kind(Enum):
@@ -142,6 +152,21 @@ def targets(func: OpOverload) -> tuple[Target, ...]:
         for index, argument in enumerate(arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+@cache
+def returned_targets(func: OpOverload) -> tuple[int | None, ...]:
+    """For each result, the place among `targets` of the argument that it is; None for a new tensor."""
+    places = {}
+    for place, target in enumerate(targets(func)):
+        alias = func._schema.arguments[target.index].alias_info
+        for name in alias.before_set if alias is not None else ():
+            places[name] = place
+    found: list[int | None] = []
+    for result in func._schema.returns:
+        names = result.alias_info.before_set if result.alias_info is not None else ()
+        found.append(next((places[name] for name in names if name in places), None))
+    return tuple(found)
 
 
 def _is_mutable(func: OpOverload) -> bool:

@@ -26,7 +26,7 @@ from zeropage.page import CastNode, Page
 from zeropage.pager import Pager
 from zeropage.tensor import c10d, randomness
 from zeropage.tensor.base import Paged
-from zeropage.tensor.rules import WriteRule, targets, write_rule
+from zeropage.tensor.rules import WriteRule, returned_targets, targets, write_rule
 from zeropage.tensor.slices import can_slice, cut, cut_lists
 from zeropage.tensor.trees import paged_in, plain, rebuild, tensors_in
 
@@ -52,22 +52,26 @@ def write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, args)
     if any(isinstance(tensor._node.root, CastNode) for tensor in paged):
-        _write_casts(func, args, kwargs, paged)
+        made = _write_casts(func, args, kwargs, paged)
     elif any(tensor._node.page.edits is not None for tensor in paged):
-        _write_edits(func, args, kwargs, paged)
+        made = _write_edits(func, args, kwargs, paged)
     elif any(isinstance(value, (list, tuple)) for value in written):
-        _write_lists(func, args, kwargs, paged)
+        made = _write_lists(func, args, kwargs, paged)
     else:
-        _write_pages(func, rule, args, kwargs, paged)
-    return _result(func, written)
+        made = _write_pages(func, rule, args, kwargs, paged)
+    return _result(func, written, made)
 
 
-def _result(func: OpOverload, written: list[Any]) -> Any:
-    """In-place operators return the objects that they were given."""
-    returns = len(func._schema.returns)
-    if returns == 0:
+def _result(func: OpOverload, written: list[Any], made: Any) -> Any:
+    """What the operator returns: the objects that it was given where it wrote to them, else what it made."""
+    places = returned_targets(func)
+    if len(places) == 0:
         return None
-    return written[0] if returns == 1 else tuple(written)
+    if len(places) == 1:
+        return made if places[0] is None else written[places[0]]
+    return tuple(
+        part if place is None else written[place] for part, place in zip(made, places, strict=True)
+    )
 
 
 def _refusal(func: OpOverload, paged: Sequence[Paged]) -> UnsupportedOperationError:
@@ -83,16 +87,23 @@ def _refusal(func: OpOverload, paged: Sequence[Paged]) -> UnsupportedOperationEr
 
 def _write_pages(
     func: OpOverload, rule: WriteRule, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]
-) -> None:
+) -> Any:
     target = paged[0]
     _require_values(func, rule, target)
-    if rule is WriteRule.POINTWISE and len(paged) == 1 and can_slice(target):
-        _on_slices(func, args, kwargs, target)
-        return
+    if rule is WriteRule.POINTWISE and len(paged) == 1 and can_slice(target) and _fits(args, kwargs, target):
+        return _on_slices(func, args, kwargs, target)
     seen = paged_in([args, kwargs])
     overlapping = any(t._node.page is target._node.page and t is not target for t in seen)
     gathers = rule is WriteRule.OTHER or overlapping or len(paged) > 1
-    _on_copies(func, args, kwargs, paged, gathers=gathers, draws=rule is WriteRule.RANDOM)
+    return _on_copies(func, args, kwargs, paged, gathers=gathers, draws=rule is WriteRule.RANDOM)
+
+
+def _fits(args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged) -> bool:
+    """Whether the operands of an elementwise operator give the target's shape. If not, an out= is resized."""
+    if target is not kwargs.get("out"):
+        return True
+    operands = [tensor.shape for tensor in tensors_in(args)]
+    return not operands or torch.broadcast_shapes(*operands) == target.shape
 
 
 def _require_values(func: OpOverload, rule: WriteRule, target: Paged) -> None:
@@ -105,14 +116,14 @@ def _require_values(func: OpOverload, rule: WriteRule, target: Paged) -> None:
         page.pager.fault(page)  # raises, naming the page
 
 
-def _on_slices(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged) -> None:
+def _on_slices(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged) -> Any:
     node = target._node
     page, pager = node.page, node.page.pager
     others = rebuild([args, kwargs], lambda t: t if t is target else cut(t, node))
     with _batch(pager, [page], func, others, target):
         own = page.own()
         ready = rebuild(others, lambda t: own if t is target else t)
-        func(*ready[0], **ready[1])
+        return func(*ready[0], **ready[1])
 
 
 def _on_copies(
@@ -123,7 +134,7 @@ def _on_copies(
     *,
     gathers: bool,
     draws: bool,
-) -> None:
+) -> Any:
     """Apply the operator to private full copies of the targets' pages; keep the own slices."""
     pages = list(dict.fromkeys(tensor._node.page for tensor in paged))
     pager = pages[0].pager
@@ -142,10 +153,25 @@ def _on_copies(
     operands = [t for t in tensors_in([args, kwargs]) if not isinstance(t, Paged)]
     with _batch(pager, pages, func, operands, paged[0]):
         with randomness.of_first_rank(pager, enabled=draws):
-            func(*ready[0], **ready[1])
+            made = func(*ready[0], **ready[1])
+        _refuse_resized(func, (args, kwargs), ready)
         for page, copy in copies.items():
             low, high = page.bounds
             page.own().copy_(copy[low:high])
+    return made
+
+
+def _refuse_resized(func: OpOverload, given: Sequence[Any], ready: Sequence[Any]) -> None:
+    """torch resizes an out= (and the argument of some in-place operators) that has the wrong shape."""
+    for target in targets(func):
+        ours, theirs = tensors_in(target.of(*given)), tensors_in(target.of(*ready))
+        for tensor, stand_in in zip(ours, theirs, strict=True):
+            if isinstance(tensor, Paged) and tensor.shape != stand_in.shape:
+                raise UnsupportedOperationError(
+                    f"{func._schema.name} would resize {tensor._node.page.name!r} from {tuple(tensor.shape)} to "
+                    f"{tuple(stand_in.shape)}, which a sharded parameter cannot follow. Give it arguments that "
+                    "fit, or assign the result: p.data = t."
+                )
 
 
 def _private_copy(page: Page, *, gathers: bool) -> torch.Tensor:
@@ -164,7 +190,7 @@ def _full(page: Page) -> torch.Tensor:
     return page.fault() if live is None else live
 
 
-def _write_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> None:
+def _write_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> Any:
     """`_foreach_` and `_fused_` operators; their first list is a target."""
     first = args[0]
     if write_rule(func) is not WriteRule.POINTWISE or not all(can_slice(tensor) for tensor in first):
@@ -176,10 +202,10 @@ def _write_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     pages = list(dict.fromkeys(tensor._node.page for tensor in paged))
     ready = cut_lists(args, nodes), cut_lists(kwargs, nodes)
     with _batch(pages[0].pager, pages, func, [], paged[0]):
-        func(*ready[0], **ready[1])
+        return func(*ready[0], **ready[1])
 
 
-def _write_casts(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> None:
+def _write_casts(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> Any:
     """A cast is a private copy: it is written where it is."""
     if not all(isinstance(tensor._node.root, CastNode) for tensor in paged):
         raise UnsupportedOperationError(
@@ -189,10 +215,10 @@ def _write_casts(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
         root = tensor._node.root
         assert isinstance(root, CastNode)
         root.settle()
-    func(*plain(args), **plain(kwargs))
+    return func(*plain(args), **plain(kwargs))
 
 
-def _write_edits(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> None:
+def _write_edits(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> Any:
     """Inside a `gather` block with a writer: apply to this rank's private full value."""
     frames = {}
     for tensor in paged:
@@ -211,7 +237,7 @@ def _write_edits(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
         return plain(tensor)  # type: ignore[no-any-return]
 
     ready = rebuild([args, kwargs], replace)
-    func(*ready[0], **ready[1])
+    return func(*ready[0], **ready[1])
 
 
 def _unscale(func: OpOverload, args: tuple[Any, ...]) -> None:
