@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from zeropage.config import Config
 from zeropage.errors import AdoptionError, OutOfMemoryError
@@ -23,7 +24,7 @@ from zeropage.pager import Pager
 from zeropage.steps import StepHooks
 from zeropage.tensor import PagedTensor
 from zeropage.transport import find_group, open_transport
-from zeropage.watch import Watcher, storage_key
+from zeropage.watch import Watcher, can_be_paged, storage_key
 
 __all__ = ["Space", "init", "pagers_of", "shard", "space_of"]
 
@@ -41,6 +42,7 @@ class Space:
         self.steps = StepHooks(self.pager)
         self.watcher = Watcher(self.pager)
         self.pager.space = self
+        self.pager.abandoned = self.close
 
     def close(self) -> None:
         """Stop watching and let go of the peers. Pages that are still used afterwards raise."""
@@ -101,9 +103,10 @@ def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:
         In each case before anything has been changed.
     """
     settings = Config.of(config)
-    plain = [(n, p) for n, p in model.named_parameters() if not isinstance(p, PagedTensor)]
+    plain = [(n, p) for n, p in model.named_parameters() if can_be_paged(p)]
+    lazy = any(isinstance(p, UninitializedTensorMixin) for p in model.parameters())
     known = pagers_of(model)
-    if not plain and known:
+    if not plain and not lazy and known:
         return model
     _check_parameters(plain)
     if known and config is None and group is None:
@@ -168,11 +171,7 @@ def _check_memory(named: list[tuple[str, nn.Parameter]], pager: Pager) -> None:
     world = pager.transport.world if pager.transport.name == "shared" else 1
     wanted = 0
     for _, parameter in named:
-        if (
-            parameter.device.type in ("cpu", "meta")
-            and parameter.numel()
-            and "Uninitialized" not in type(parameter).__name__
-        ):
+        if parameter.device.type in ("cpu", "meta"):
             wanted += (
                 Layout(parameter.numel(), pager.transport.world).chunk * parameter.element_size() * world
             )

@@ -80,6 +80,15 @@ class GradientPage(Page):
         if into is not frame:
             frame.copy_(into)
 
+    def replace(self, value: torch.Tensor) -> bool:
+        """`p.grad.data = value`: take the values, stay the gradient."""
+        with torch.no_grad():
+            part = self.slice_of(plain(value.detach()))
+            with self.pager.writing([self], f"assign {self.name}"):
+                self.accumulator.own(self.epoch).copy_(part)
+                self.rounded = None
+        return True
+
     def begin(self, epoch: int) -> None:
         """Forget what was there: the gradient of `epoch` begins."""
         self.epoch = epoch
@@ -128,10 +137,15 @@ class Record:
         self._face = over(self.gradient_page)
 
     def repoint(self, page: Page) -> None:
-        """The parameter stands for another page from now on."""
+        """The parameter stands for another page from now on; a gradient of the same shape stays."""
         old, self.page = self.page, page
-        if (old.spec, old.layout) != (page.spec, page.layout):
-            self._renew()
+        if (old.spec, old.layout) == (page.spec, page.layout):
+            return
+        kept = self.own_gradient().clone() if self.has_gradient() and old.layout == page.layout else None
+        self._renew()
+        if kept is not None and self.accumulator is not None and self.gradient_page is not None:
+            self.accumulator.mark(self.gradient_page.epoch)
+            self.accumulator.own(self.gradient_page.epoch).copy_(kept)
 
     def take(self, parameter: torch.Tensor) -> None:
         """Autograd has accumulated a gradient in `parameter`: give it to the owners (the hook)."""

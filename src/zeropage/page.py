@@ -278,6 +278,10 @@ class Page(Node):
         else:
             transport.gather([(self.store, frame)])
 
+    def replace(self, value: torch.Tensor) -> bool:
+        """Take `value` in place of another page being made for it; False where a new page is the right thing."""
+        return False
+
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The flat run (1-D) seen with the page's shape and strides."""
         return flat.as_strided(self.spec.shape, self.spec.stride, flat.storage_offset())
@@ -319,12 +323,18 @@ class Page(Node):
         self.written = True
         self.pager.evict(self)
 
+    def enter(self) -> None:
+        """A parameter stands for this page."""
+        self.users += 1
+        self.pager.parameters += 1
+
     def leave(self) -> None:
         """A parameter has stopped to stand for this page."""
         self.users -= 1
-        if self.users <= 0:
+        if self.users == 0:
             self.pager.evict(self)
             self.drop(close=True)
+        self.pager.parameter_left()
 
 
 class Edits:

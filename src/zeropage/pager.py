@@ -68,6 +68,8 @@ class Pager:
             _adopt_nothing  # called for every new parameter over a page
         )
         self.space: object = None  # what serves this pager; set and cleared by its maker
+        self.parameters = 0
+        self.abandoned: Callable[[], None] = self.close  # called when the last parameter has gone
         self.pages: weakref.WeakValueDictionary[int, Page] = weakref.WeakValueDictionary()
         self.addresses: weakref.WeakKeyDictionary[Page, tuple[int, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
@@ -340,8 +342,16 @@ class Pager:
             self._batch_open = False
             self.transport.close_writes()
 
+    def parameter_left(self) -> None:
+        self.parameters -= 1
+        if self.parameters == 0:
+            self.abandoned()
+
     def close(self) -> None:
+        """Let go of the peers and of everything that refers back to this pager."""
         self.evict_all()
+        self.adopt = _adopt_nothing
+        self.abandoned = _nothing
         self.transport.close()
 
 
@@ -389,6 +399,10 @@ class Stepping:
             frame = frame.f_back
         self.leave()
         return False
+
+
+def _nothing() -> None:
+    """A closed pager has nobody to tell."""
 
 
 def _adopt_nothing(parameter: torch.Tensor) -> None:

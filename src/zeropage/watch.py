@@ -58,7 +58,7 @@ class Watcher:
         """Page every plain parameter of `module`, one at a time, and watch it (collective)."""
         sharing: dict[tuple[Any, ...], Page] = {}
         for name, parameter in list(module.named_parameters()):
-            if isinstance(parameter, (UninitializedTensorMixin, PagedTensor)):
+            if not can_be_paged(parameter):
                 continue
             key = storage_key(parameter)
             page_in_place(parameter, self._pager, name, PagedTensor, sharing.get(key) if key else None)
@@ -84,7 +84,7 @@ class Watcher:
         self._modules.add(module)
         if isinstance(value, UninitializedTensorMixin):
             self._await_lazy(module)
-        elif isinstance(value, nn.Parameter) and not isinstance(value, PagedTensor):
+        elif can_be_paged(value):
             page_in_place(value, self._pager, f"{type(module).__name__}.{name}", PagedTensor)
 
     def module_registered(self, module: nn.Module, name: str, child: Any) -> None:
@@ -104,6 +104,11 @@ class Watcher:
             handle.remove()
 
         handle = module.register_forward_pre_hook(materialised)
+
+
+def can_be_paged(parameter: object) -> bool:
+    """Whether it is a parameter with a shape that is not paged yet."""
+    return isinstance(parameter, nn.Parameter) and not isinstance(parameter, (UninitializedTensorMixin, PagedTensor))
 
 
 def name_pages(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ import zeropage as zp
 from tests.operators.leaves import Leaves, copy_of, map_tensors, paged_leaves
 
 PARTS = 8
-SAMPLES = 8
+SAMPLES = 6
 """How many samples of an operator run in the fast tests, spread over its list; the slow ones run all."""
 
 # Their result is whatever memory held before.
@@ -31,13 +31,29 @@ UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empt
 # before anything is dispatched.
 REFUSED = {"resize_as_": zp.errors.UnsupportedOperationError, "tensor_split": RuntimeError}
 
-# Refused in place or with out=, since they change the shape of their argument (addbmm: that of a number).
+# Refused in place or with out=, since they change the shape of what they write (addbmm: that of a number;
+# matmul: that of a vector, for a moment).
 RESHAPED = {
-    "addbmm", "as_strided", "as_strided.partial_views", "nn.functional.dropout3d", "resize_", "squeeze",
-    "squeeze.multiple", "t", "transpose", "unsqueeze",
+    "addbmm", "as_strided", "as_strided.partial_views", "matmul", "nn.functional.dropout3d", "resize_",
+    "squeeze", "squeeze.multiple", "t", "transpose", "unsqueeze",
 }  # fmt: skip
 
-LAST_BITS: dict[str, float] = {}
+# torch's own code assigns a new tensor to its out= when an argument is of any subclass: the result is lost.
+LOSES_OUT = {"linalg.matrix_rank", "linalg.matrix_rank.hermitian"}
+
+TOLERANCE = 1e-6
+"""The greatest difference of the operators in `LAST_BITS`, relative to the greatest value."""
+
+LAST_BITS = {
+    # torch takes another road for any tensor subclass: in formulas of autograd ...
+    "masked_fill", "prod", "masked.prod",
+    # ... and by asking for singular vectors where it needs only the values
+    "norm.nuc", "linalg.cond", "linalg.norm", "linalg.matrix_norm", "linalg.svdvals",
+    # LAPACK: depends on where in memory the argument lies
+    "linalg.lstsq", "linalg.lstsq.grad_oriented", "linalg.pinv.singular",
+    # in place with a smaller operand: vector kernels run over whole slices, not over each row
+    "atan2", "float_power", "igamma", "igammac", "logaddexp", "logaddexp2", "pow",
+}  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # samples use deprecated and beta operators
 
@@ -95,7 +111,7 @@ def check_operators(leaves: Leaves, operators: Sequence[OpInfo], limit: int | No
 def differences_of(operator: OpInfo, leaves: Leaves, limit: int | None) -> list[str]:
     """What is wrong with `operator` on paged leaves; empty if nothing is."""
     found = []
-    tolerance = LAST_BITS.get(operator.full_name, 0.0)
+    tolerance = TOLERANCE if operator.full_name in LAST_BITS else 0.0
     for sample in samples_of(operator, limit):
         for way in (call, call_in_place, call_with_out):
             try:
@@ -105,7 +121,7 @@ def differences_of(operator: OpInfo, leaves: Leaves, limit: int | None) -> list[
             try:
                 paged = way(operator, sample, leaves)
             except Exception as error:
-                refused = isinstance(error, zp.errors.UnsupportedOperationError) and way is not call
+                refused = isinstance(error, RuntimeError) and way is not call
                 if refused and operator.full_name in RESHAPED:
                     continue
                 found.append(f"{way.__name__} raises {type(error).__name__}: {error}")
@@ -136,7 +152,7 @@ class Arguments:
         self.input, self.args, self.kwargs = (
             map_tensors(part, self._copy) for part in (sample.input, sample.args, sample.kwargs)
         )
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -182,13 +198,13 @@ def call_in_place(operator: OpInfo, sample: SampleInput, leaves: Leaves | None) 
 @torch.no_grad()
 def call_with_out(operator: OpInfo, sample: SampleInput, leaves: Leaves | None) -> Outcome:
     given = Arguments(sample, leaves)
-    if not operator.supports_out:
+    if not operator.supports_out or operator.full_name in LOSES_OUT:
         raise TypeError(f"{operator.full_name} takes no out=")
     shapes = operator(given.input, *given.args, **given.kwargs)
     if operator.name in UNDEFINED or not isinstance(shapes, Tensor) or shapes.layout != torch.strided:
         raise TypeError(f"{operator.full_name} returns several tensors, or no values")
     out = leaf_of(torch.zeros_like(value_of(shapes)), leaves)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     returned = operator(given.input, *given.args, **given.kwargs, out=out)
     if returned is not out:
         raise AssertionError("an operator must return its out=")
@@ -289,4 +305,4 @@ def difference_of(one: Any, other: Any, tolerance: float) -> str:
     scale = float(one.abs().nan_to_num().max())
     if torch.allclose(one, other, rtol=0, atol=tolerance * scale, equal_nan=True):
         return ""
-    return f"differs by {float((one - other).abs().max()) / scale:.1e} of its greatest value"
+    return f"differs by {float((one - other).abs().nan_to_num().max()) / scale:.1e} of its greatest value"

@@ -89,6 +89,8 @@ def set_data(tensor: Paged, value: torch.Tensor) -> None:
         raise UnsupportedOperationError(
             f"the data of a view or cast of {node.page.name!r} cannot be assigned; assign that of the parameter."
         )
+    if value is tensor or node.replace(value):
+        return
     record = tensor.__dict__.get("_record")
     page = _page_for(value, node)
     if page is node:
@@ -183,7 +185,7 @@ class Life:
     __slots__ = ("_page",)
 
     def __init__(self, page: Page) -> None:
-        page.users += 1
+        page.enter()
         self._page = page
 
     def __del__(self) -> None:

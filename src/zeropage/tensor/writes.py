@@ -46,6 +46,8 @@ def write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     written = [target.of(args, kwargs) for target in targets(func)]
     paged = paged_in(written)
     if rule is WriteRule.REFUSE:
+        if _keeps_size(func, args, kwargs):  # what many operators do to their out= first
+            return args[0]
         raise _refusal(func, paged or paged_in([args, kwargs]))
     if not paged:
         return func(*plain(args), **plain(kwargs))
@@ -72,6 +74,13 @@ def _result(func: OpOverload, written: list[Any], made: Any) -> Any:
     return tuple(
         part if place is None else written[place] for part, place in zip(made, places, strict=True)
     )
+
+
+def _keeps_size(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this is a resize to the size that the tensor has."""
+    if func is not aten.resize_.default or kwargs.get("memory_format") is not None:
+        return False
+    return isinstance(args[0], Paged) and tuple(args[0].shape) == tuple(args[1])
 
 
 def _refusal(func: OpOverload, paged: Sequence[Paged]) -> UnsupportedOperationError:
@@ -120,7 +129,7 @@ def _on_slices(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
     node = target._node
     page, pager = node.page, node.page.pager
     others = rebuild([args, kwargs], lambda t: t if t is target else cut(t, node))
-    with _batch(pager, [page], func, others, target):
+    with _batch(pager, [page], func, [args, kwargs], target):
         own = page.own()
         ready = rebuild(others, lambda t: own if t is target else t)
         return func(*ready[0], **ready[1])

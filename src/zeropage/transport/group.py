@@ -51,16 +51,6 @@ class Group:
         if self.handle is not None:
             dist.barrier(group=self.handle)
 
-    def control(self, timeout_s: float) -> dist.ProcessGroup:
-        """A gloo group of the same ranks for small messages in host memory, with a timeout of its own."""
-        assert self.handle is not None
-        ranks = dist.get_process_group_ranks(self.handle)
-        group = dist.new_group(
-            ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
-        )
-        assert isinstance(group, dist.ProcessGroup)
-        return group
-
     def on_one_host(self) -> bool:
         """Whether all ranks run under one kernel and see each other's processes."""
         return len(set(self.gather((socket.gethostname(), _boot_id(), _pid_namespace())))) == 1

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from zeropage.errors import DivergenceError, PeerLostError, PeerTimeoutError
 from zeropage.layout import Layout
 from zeropage.memory.host import Store, allocate
 from zeropage.transport.base import accumulate, overtaken
+from zeropage.transport.channel import Channel, DeviceChannel, HostChannel
 from zeropage.transport.control import describe_divergence
 from zeropage.transport.group import Group
 
@@ -126,10 +128,8 @@ class Rounds:
     def __init__(self, group: Group, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = group.rank, group.world, timeout_s
         self.ended = 0
-        assert group.handle is not None
-        self._control = group.control(timeout_s)
-        self._data = group.handle
-        self._ranks = dist.get_process_group_ranks(group.handle)
+        self._host: Channel | None = HostChannel(group, timeout_s)
+        self._device: Channel | None = DeviceChannel(group)
         self._peers = [r for r in range(self.world) if r != self.rank]
         self._stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
         self._sums: weakref.WeakValueDictionary[int, RoundAccumulator] = weakref.WeakValueDictionary()
@@ -201,6 +201,7 @@ class Rounds:
     def close(self) -> None:
         self._stores.clear()
         self._sums.clear()
+        self._host = self._device = None
 
     # -- one round
 
@@ -309,9 +310,9 @@ class Rounds:
         works = []
         for peer in self._peers:
             if mine.numel():
-                works.append((peer, self._call(dist.isend, mine, peer, self._control)))
+                works.append((peer, self._begin("send", mine, peer)))
             if sizes[peer]:
-                works.append((peer, self._call(dist.irecv, found[peer], peer, self._control)))
+                works.append((peer, self._begin("receive", found[peer], peer)))
         for peer, work in works:
             self._wait(work, peer)
         return found
@@ -319,20 +320,21 @@ class Rounds:
     def _send(self, traffic: _Traffic, data: torch.Tensor, peer: int) -> None:
         for piece in _pieces(data):
             traffic.keep.append(piece)
-            traffic.works.append((peer, self._call(dist.isend, piece, peer, self._data)))
+            traffic.works.append((peer, self._begin("send", piece, peer)))
 
     def _receive(self, traffic: _Traffic, into: torch.Tensor, peer: int) -> None:
         for piece in _pieces(into):
-            traffic.works.append((peer, self._call(dist.irecv, piece, peer, self._data)))
+            traffic.works.append((peer, self._begin("receive", piece, peer)))
 
-    def _call(self, function: object, data: torch.Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
+    def _begin(self, what: Literal["send", "receive"], data: torch.Tensor, peer: int) -> dist.Work:
+        channel = self._host if data.device.type == "cpu" else self._device
+        if channel is None:
+            raise PeerLostError("this process has closed the engine that served these parameters")
         try:
             with torch.inference_mode(False):
-                work = function(data, self._ranks[peer], group=group)  # type: ignore[operator]
+                return channel.send(data, peer) if what == "send" else channel.receive(data, peer)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
-        assert work is not None
-        return work  # type: ignore[no-any-return]
 
     def _wait(self, work: dist.Work, peer: int) -> None:
         try:
