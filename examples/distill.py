@@ -34,7 +34,15 @@ import zeropage as zp
 
 import distill_report
 from distill_meter import Meter, Task
-from distill_models import distillation_loss, load_teacher, make_optimizer, make_student, micro_batch, prepare
+from distill_models import (
+    MICRO_BATCHES,
+    distillation_loss,
+    load_teacher,
+    make_optimizer,
+    make_student,
+    micro_batch,
+    prepare,
+)
 from distill_report import Bytes, Record
 
 CLIP_NORM = 1.0
@@ -122,9 +130,7 @@ def train_plain(task: Task) -> Record:
 
     teacher_numel = sum(p.numel() for p in teacher.parameters())
     numel = sum(p.numel() for p in student.parameters())
-    computed = Bytes(
-        parameters=2 * teacher_numel + 4 * numel, gradients=4 * numel, optimizer=8 * numel, frames=0
-    )
+    computed = Bytes(parameters=2 * teacher_numel + 4 * numel, gradients=4 * numel, optimizer=8 * numel, frames=0)
     return meter.record("plain", 0, losses, computed)
 
 
@@ -185,7 +191,7 @@ def run_phase(options: argparse.Namespace) -> None:
     task = Task(
         out=options.out,
         steps=options.steps,
-        num_micro_batches=options.ranks,
+        num_micro_batches=MICRO_BATCHES * options.ranks,
         transport=options.transport,
         rank=int(os.environ.get("RANK", "0")),
         world=int(os.environ.get("WORLD_SIZE", "1")),

@@ -21,7 +21,7 @@ class Task:
 
     out: Path
     steps: int
-    num_micro_batches: int  # of a step, over all ranks: the number of ranks of the first run
+    num_micro_batches: int  # of a step, over all ranks; the same however many ranks share them
     transport: str
     rank: int
     world: int
@@ -90,7 +90,5 @@ class Show:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         self._meter.step_took(seconds)
-        facts = (
-            f"loss {loss:6.3f}  {self._tokens / seconds:4.0f} tokens/s  |grad| {grad_norm:5.2f}  lr {lr:.1e}"
-        )
+        facts = f"loss {loss:6.3f}  {self._tokens / seconds:4.0f} tokens/s  |grad| {grad_norm:5.2f}  lr {lr:.1e}"
         self._bar.update(self._row, advance=1, facts=facts)

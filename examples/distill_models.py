@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 
-SEQUENCES = 2  # of a micro-batch; a step takes one micro-batch for every rank of the first run
+SEQUENCES = 1  # of a micro-batch
+MICRO_BATCHES = 2  # of a step, for every rank of the first run
 LENGTH = 128  # tokens of a sequence
 PEAK_LR = 2e-3
 WARMUP_STEPS = 5
@@ -24,11 +25,7 @@ TEXT_CHARACTERS = 1_500_000
 
 def load_teacher(out: Path) -> nn.Module:
     """SmolLM2-135M-Instruct in bf16, frozen."""
-    return (
-        AutoModelForCausalLM.from_pretrained(out / "teacher", dtype=torch.bfloat16)
-        .requires_grad_(False)
-        .eval()
-    )
+    return AutoModelForCausalLM.from_pretrained(out / "teacher", dtype=torch.bfloat16).requires_grad_(False).eval()
 
 
 def make_student() -> nn.Module:
@@ -94,9 +91,7 @@ def prepare(out: Path, text: Path | None) -> None:
     tokens_file = out / "tokens.pt"
     if tokens_file.exists() and torch.load(tokens_file)["digest"] == digest:
         return
-    ids = torch.tensor(
-        AutoTokenizer.from_pretrained(folder, gguf_file=file)(source).input_ids, dtype=torch.int32
-    )
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder, gguf_file=file)(source).input_ids, dtype=torch.int32)
     if len(ids) <= LENGTH:
         raise SystemExit(f"{text}: {len(ids)} tokens are too few, a sequence takes {LENGTH + 1}")
     torch.save({"digest": digest, "ids": ids}, tokens_file)

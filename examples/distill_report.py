@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 # [Note: how close the resumed losses have to be] Both second halves start from the same bits, see the same
-# batches and use the same number of threads. What is left is the order in which gradients are added, two
-# ranks' parts there and two accumulated micro-batches here. With two ranks that is the same sum to the last
-# bit, with more it differs by the rounding of fp32: 1e-7 were seen with three. A resume that forgets Adam's
-# moments, all else right, was off by 1e-2. The bound lies between, with a factor of a hundred on that side.
+# batches and use the same number of threads. What is left is the order in which gradients and their norm are
+# summed, over ranks and micro-batches there, over micro-batches alone here: the rounding of fp32, which made
+# the losses differ by 3e-7 after twenty steps. A resume that forgets Adam's moments, all else right, was off
+# by 1e-2. The bound lies between, with a factor of a hundred on that side.
 CLOSE = 1e-4
 
 PARTS = {
@@ -88,9 +88,7 @@ class Results:
     def read(cls, out: Path) -> Results:
         """Collect the records of all phases."""
         folder = out / "records"
-        train = [
-            Record.read(folder / f"train-{rank}.json") for rank in range(len(list(folder.glob("train-*"))))
-        ]
+        train = [Record.read(folder / f"train-{rank}.json") for rank in range(len(list(folder.glob("train-*"))))]
         return cls(train, Record.read(folder / "resume-0.json"), Record.read(folder / "plain-0.json"))
 
     @property
@@ -191,9 +189,7 @@ def draw_losses(axes: Axes, results: Results) -> None:
         color="#555555",
     )
     axes.set(xlabel="optimizer step", ylabel="loss: mean of KL and cross-entropy, nats/token")
-    axes.set_title(
-        f"the losses go on (largest relative difference {max(results.deviations):.0e})", fontsize=11
-    )
+    axes.set_title(f"the losses go on (largest relative difference {max(results.deviations):.0e})", fontsize=11)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower left", frameon=False)
 

@@ -174,6 +174,10 @@ def _open_process_group(case: Case) -> None:
     world = int(case.environment["WORLD_SIZE"])
     store = dist.PrefixStore(f"case {case.number}", _store_client(int(case.environment["MASTER_PORT"])))
     dist.init_process_group("gloo", store=store, rank=case.rank, world_size=world, timeout=GROUP_TIMEOUT)
+    # A rank that is connected must not end its case, and close, while another is still connecting.
+    if store.add("connected", 1) == world:
+        store.set("all connected", "yes")
+    store.wait(["all connected"], GROUP_TIMEOUT)
 
 
 @functools.cache
@@ -183,14 +187,15 @@ def _store_client(port: int) -> dist.TCPStore:
 
 
 def _close_process_group() -> bool:
-    if not dist.is_initialized():
-        return True
+    """Whether nothing is left of any process group."""
     try:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except Exception:
         traceback.print_exc()
         return False
-    return True
+    # A group that failed to start stays counted, and ranks that count differently never meet again.
+    return dist.distributed_c10d._world.group_count == 0
 
 
 def _join(before: set[threading.Thread]) -> bool:

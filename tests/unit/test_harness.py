@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from dataclasses import fields
+from datetime import timedelta
 
 import pytest
 import torch
@@ -112,7 +113,14 @@ def look_for_traces():
 def start_own_group():
     assert not dist.is_initialized()
     dist.init_process_group("gloo")
+    dist.barrier()
     return dist.get_world_size()
+
+
+def fail_to_start_own_group():
+    """Rank 1 never comes: the others give up, with torch's count of groups raised."""
+    if os.environ["RANK"] == "0":
+        dist.init_process_group("gloo", timeout=timedelta(seconds=1))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -208,6 +216,16 @@ def test_a_case_leaves_no_traces():
 def test_a_case_may_start_its_own_process_group():
     assert run(2, start_own_group, process_group=False) == [2, 2]
     assert run(3, start_own_group, process_group=False) == [3, 3, 3]
+
+
+def test_a_group_that_failed_to_start_spoils_no_later_case():
+    assert run(2, fail_to_start_own_group, process_group=False, expect_errors=True)[0].is_a("RuntimeError")
+    assert run(2, fail_on, 5) == ["fine", "fine"]
+
+
+def test_cases_that_end_at_once_do_not_disturb_each_other():
+    for _ in range(40):
+        assert len(set(run(4, process_id))) == 4
 
 
 def test_what_cannot_be_sent_is_refused_with_advice():
