@@ -214,8 +214,7 @@ class Engine:
     def _inspect(self, optimizer: ShardedOptimizer) -> _Findings:
         """Look at the own slices of all gradients, once every rank has ended its backward."""
         for pager in self._pagers:
-            pager.close_batch()
-            pager.transport.meet(f"step {self.global_step + self.skipped_steps + 1}")
+            pager.end_backwards(f"step {self.global_step + self.skipped_steps + 1}")
         square_sum, overflow, count = 0.0, False, 0
         for record in optimizer.records():
             if record.has_gradient():

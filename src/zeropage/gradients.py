@@ -31,10 +31,10 @@ class GradientPage(Page):
     """The reduced gradient of one parameter as a page of the parameter's dtype.
 
     Where the sum has another dtype (fp32 for a 16-bit parameter) the page is a rounded copy, made when an
-    operator works on the slices; `edited` says that somebody wrote to it, so that it, not the sum, counts.
+    operator works on the slices. A write to it goes into the sum as well.
     """
 
-    __slots__ = ("accumulator", "epoch", "rounded", "rounded_version")
+    __slots__ = ("accumulator", "epoch", "rounded")
 
     def __init__(
         self, name: str, spec: Spec, layout: Layout, accumulator: Accumulator, pager: Pager, number: int
@@ -43,7 +43,6 @@ class GradientPage(Page):
         self.accumulator = accumulator
         self.epoch = 0
         self.rounded: Store | None = None
-        self.rounded_version = -1
 
     @property
     def framed(self) -> bool:
@@ -55,18 +54,19 @@ class GradientPage(Page):
         """Whether the sum has another dtype than the page."""
         return self.accumulator.store.shard.dtype != self.dtype
 
-    @property
-    def edited(self) -> bool:
-        return self.rounded is not None and self.version != self.rounded_version
-
     def own(self) -> torch.Tensor:
         if not self.rounds:
             return self.accumulator.own(self.epoch)
         if self.rounded is None:
             own = self.accumulator.own(self.epoch).to(self.dtype)
             self.rounded = self.pager.transport.private(own, self.layout)
-            self.rounded_version = self.version
         return self.rounded.shard
+
+    def changed(self) -> None:
+        """Somebody wrote to the gradient: the sum follows the rounded copy."""
+        if self.rounded is not None:
+            self.accumulator.own(self.epoch).copy_(self.rounded.shard)
+        super().changed()
 
     def fill(self, frame: torch.Tensor, in_step: str | None) -> None:
         store = self.store if self.rounded is None else self.rounded
@@ -89,12 +89,18 @@ class GradientPage(Page):
                 self.rounded = None
         return True
 
-    def begin(self, epoch: int) -> None:
-        """Forget what was there: the gradient of `epoch` begins."""
-        self.epoch = epoch
+    def grown(self) -> None:
+        """More was added to the sum: copies of what it was cannot be made any more."""
         self.rounded = None
         self.version += 1
         self.pager.evict(self)
+
+    def begin(self, epoch: int) -> None:
+        """Forget what was there: the gradient of `epoch` begins."""
+        self.settle_casts()
+        self.epoch = epoch
+        self.pager.gradients_dropped += 1
+        self.grown()
 
 
 class Record:
@@ -167,15 +173,8 @@ class Record:
         self._gradients.inspect(self.name, gradient)
         scale = 1.0 / self.pager.transport.world
         with torch.no_grad(), torch.inference_mode(False):
-            if page.edited:
-                self._fold_edits(accumulator, page)
             accumulator.add(self.page.flat(plain(gradient)), scale, page.epoch)
-        page.rounded = None
-        self.pager.evict(page)
-
-    def _fold_edits(self, accumulator: Accumulator, page: GradientPage) -> None:
-        """Somebody changed the rounded gradient and more is coming: go on from what they made."""
-        accumulator.own(page.epoch).copy_(page.own())
+        page.grown()
 
     # -- p.grad
 
@@ -226,10 +225,8 @@ class Record:
         )
 
     def own_gradient(self) -> torch.Tensor:
-        """This rank's slice of the gradient (1-D), in the precision of the sum, unless somebody edited it."""
+        """This rank's slice of the gradient (1-D), in the precision of the sum."""
         assert self.accumulator is not None and self.gradient_page is not None
-        if self.gradient_page.edited:
-            return self.gradient_page.own()
         return self.accumulator.own(self.gradient_page.epoch)
 
     def drop_gradient(self) -> None:

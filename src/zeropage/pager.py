@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from zeropage.config import Config
-from zeropage.errors import UninitializedPageError
+from zeropage.errors import DivergenceError, UninitializedPageError
 from zeropage.layout import Layout
 from zeropage.memory.host import allocate
 from zeropage.page import CastNode, Page, Spec
@@ -69,6 +69,7 @@ class Pager:
         )
         self.space: object = None  # what serves this pager; set and cleared by its maker
         self.parameters = 0
+        self.gradients_dropped = 0  # how often gradients were dropped; the same on all ranks, or sums are mixed
         self.abandoned: Callable[[], None] = self.close  # called when the last parameter has gone
         self.pages: weakref.WeakValueDictionary[int, Page] = weakref.WeakValueDictionary()
         self.addresses: weakref.WeakKeyDictionary[Page, tuple[int, torch.Tensor]] = (
@@ -330,12 +331,27 @@ class Pager:
             if not stepping:
                 self.transport.close_writes()
 
-    def open_batch(self, intent: str, payload: bytes = b"") -> list[bytes]:
-        if self._batch_open:
-            return [payload]
-        answers = self.transport.open_writes(intent, payload)
-        self._batch_open = True
-        return answers
+    def open_batch(self, intent: str) -> None:
+        """Begin the writes of an optimizer step: own slices may be written until `close_batch` (collective)."""
+        if not self._batch_open:
+            self._agree_on_gradients(self.transport.open_writes(intent, self._dropped()))
+            self._batch_open = True
+
+    def end_backwards(self, intent: str) -> None:
+        """Wait until all ranks have ended their backwards (collective): sums are complete."""
+        self.close_batch()
+        self._agree_on_gradients(self.transport.meet(intent, self._dropped()))
+
+    def _dropped(self) -> bytes:
+        return str(self.gradients_dropped).encode()
+
+    def _agree_on_gradients(self, answers: list[bytes]) -> None:
+        if any(answer != answers[0] for answer in answers):
+            told = ", ".join(f"rank {rank}: {int(answer)}" for rank, answer in enumerate(answers))
+            raise DivergenceError(
+                f"the ranks have dropped gradients different numbers of times ({told}), so gradients of different steps "
+                "were mixed. Call zero_grad() (or set p.grad) on every rank, or on none."
+            )
 
     def close_batch(self) -> None:
         if self._batch_open:

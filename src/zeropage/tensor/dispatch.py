@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from zeropage.page import CastNode, Node, Spec, ViewNode
 from zeropage.tensor import stepping, writes
 from zeropage.tensor.base import Paged, wrap
-from zeropage.tensor.rules import Kind, composite_kernel, direct, kind_of
+from zeropage.tensor.rules import Kind, careful, composite_kernel, direct, kind_of
 from zeropage.tensor.trees import any_paged, plain
 
 aten = torch.ops.aten
@@ -34,6 +34,8 @@ def handler_of(func: Any) -> tuple[Handler | None, Callable[..., Any]]:
     if not isinstance(func, OpOverload):
         return _higher_order, func
     kind = kind_of(func)
+    if kind is Kind.READ and func._schema.name.startswith("aten::_foreach_"):
+        return _foreach, func
     if kind is Kind.READ:
         return None, direct(func)
     return _HANDLERS[kind], func
@@ -43,8 +45,21 @@ def _higher_order(cls: type[Paged], func: Any, args: tuple[Any, ...], kwargs: di
     return func(*plain(args), **plain(kwargs))
 
 
-def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*plain(args), **plain(kwargs))
+def _read(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return careful(func)(*plain(args), **plain(kwargs))
+
+
+def _foreach(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One tensor of the list at a time: all of them at once might be the whole model."""
+    if stepping.applies(args, kwargs):
+        made = stepping.on_slices(cls, func, args, kwargs)
+        if made is not NotImplemented:
+            return made
+    found = []
+    for index in range(len(args[0])):
+        one = [arg[index : index + 1] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        found += _read(func, tuple(one), kwargs)
+    return found
 
 
 def _composite(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from zeropage.page import Page
 from zeropage.tensor import identity, stepping
 from zeropage.tensor.base import Paged, wrap
 from zeropage.tensor.dispatch import Handler, handler_of
+from zeropage.tensor.rules import careful
 from zeropage.tensor.trees import plain
 
 __all__ = ["PagedTensor"]
@@ -67,7 +68,7 @@ class PagedTensor(Paged):
                 argument = plain(argument)
             ready.append(argument)
         if kwargs:
-            return func(*ready, **plain(kwargs))
+            return careful(func)(*ready, **plain(kwargs))
         return call(*ready)
 
     # -- what it is

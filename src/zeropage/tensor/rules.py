@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from zeropage.tensor.trees import tensors_in
+
 aten = torch.ops.aten
 
 __all__ = [
     "Kind",
     "WriteRule",
+    "careful",
     "composite_kernel",
     "direct",
     "is_pointwise",
@@ -109,8 +112,31 @@ def kind_of(func: OpOverload) -> Kind:
 
 @cache
 def direct(func: OpOverload) -> Callable[..., Any]:
-    """The quickest callable for `func` (torch's own C function for the hot ones)."""
-    return _DIRECT.get(func, func)
+    """The quickest callable for `func` on positional arguments (torch's own C function for the hot ones)."""
+    return _DIRECT.get(func, careful(func))
+
+
+@cache
+def careful(func: OpOverload) -> Callable[..., Any]:
+    """`func` for use inside dispatch.
+
+    [Note: lazy bits] Inside dispatch torch leaves out the keys that resolve lazy conjugates and negatives. A
+    kernel made of other operators (`linalg_pinv`) may take such views itself, and would read them without
+    their bit. For those kernels the keys are put back where complex numbers are at work.
+    """
+    if any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CUDA")):
+        return func
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not any(tensor.dtype.is_complex for tensor in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+            excluded = excluded.remove(key)
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+            return func(*args, **kwargs)
+
+    return call
 
 
 @cache

@@ -26,7 +26,7 @@ from zeropage.page import CastNode, Page
 from zeropage.pager import Pager
 from zeropage.tensor import c10d, randomness
 from zeropage.tensor.base import Paged
-from zeropage.tensor.rules import WriteRule, returned_targets, targets, write_rule
+from zeropage.tensor.rules import WriteRule, careful, returned_targets, targets, write_rule
 from zeropage.tensor.slices import can_slice, cut, cut_lists
 from zeropage.tensor.trees import paged_in, plain, rebuild, tensors_in
 
@@ -50,7 +50,7 @@ def write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return args[0]
         raise _refusal(func, paged or paged_in([args, kwargs]))
     if not paged:
-        return func(*plain(args), **plain(kwargs))
+        return careful(func)(*plain(args), **plain(kwargs))
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, args)
     if any(isinstance(tensor._node.root, CastNode) for tensor in paged):
@@ -162,7 +162,7 @@ def _on_copies(
     operands = [t for t in tensors_in([args, kwargs]) if not isinstance(t, Paged)]
     with _batch(pager, pages, func, operands, paged[0]):
         with randomness.of_first_rank(pager, enabled=draws):
-            made = func(*ready[0], **ready[1])
+            made = careful(func)(*ready[0], **ready[1])
         _refuse_resized(func, (args, kwargs), ready)
         for page, copy in copies.items():
             low, high = page.bounds

@@ -110,7 +110,8 @@ class Control:
         return int(self._words[peer][_Word.MET])
 
     def leave(self) -> None:
-        self._mine[_Word.STATE] = _State.LEFT
+        if self._mine[_Word.PID] == os.getpid():  # not from a forked child, which shares the mapping
+            self._mine[_Word.STATE] = _State.LEFT
 
     def wait(self, ready: Callable[[], bool], peer: int) -> None:
         """Spin, then sleep, until `ready()`; errors name `peer` and what both were doing."""

@@ -68,7 +68,7 @@ class SharedAccumulator:
             mine[_Mark.TURN] = turn + 1
 
     def present(self, epoch: int) -> bool:
-        return any(marks[_Mark.CONTRIBUTED] == epoch + 1 for marks in self._marks)
+        return any(marks[_Mark.CONTRIBUTED] > epoch for marks in self._marks)
 
     def own(self, epoch: int) -> torch.Tensor:
         marks = self._marks[self._transport.rank]
