@@ -34,15 +34,7 @@ import zeropage as zp
 
 import distill_report
 from distill_meter import Meter, Task
-from distill_models import (
-    MICRO_BATCHES,
-    distillation_loss,
-    load_teacher,
-    make_optimizer,
-    make_student,
-    micro_batch,
-    prepare,
-)
+from distill_models import distillation_loss, load_teacher, make_optimizer, make_student, micro_batch, prepare
 from distill_report import Bytes, Record
 
 CLIP_NORM = 1.0
@@ -55,6 +47,7 @@ TAG = "half-way"
 
 def train(task: Task, *, resume: bool) -> Record:
     """Train from the start and save half-way, or load that checkpoint and train the second half."""
+    meter = Meter(task)
     config = zp.Config(
         transport=task.transport,
         accumulate=task.num_micro_batches // task.world,
@@ -69,7 +62,7 @@ def train(task: Task, *, resume: bool) -> Record:
         engine.load(task.out / "checkpoint", tag=TAG)
 
     tokens = torch.load(task.out / "tokens.pt")["ids"]
-    first, losses, meter = engine.global_step, [], Meter(task)
+    first, losses = engine.global_step, []
     with meter.progress(task.steps - first, "resumed" if resume else "training") as show:
         for step in range(first, task.steps):
             if step == task.half and not resume:
@@ -104,11 +97,12 @@ def train(task: Task, *, resume: bool) -> Record:
 
 def train_plain(task: Task) -> Record:
     """A few steps of the same training with everything in one process, as every rank of DDP has it."""
+    meter = Meter(task)
     teacher = load_teacher(task.out)
     student = make_student()
     optimizer, scheduler = make_optimizer(student, task.steps)
     tokens = torch.load(task.out / "tokens.pt")["ids"]
-    losses, meter = [], Meter(task)
+    losses = []
     with meter.progress(PLAIN_STEPS, "plain") as show:
         for step in range(PLAIN_STEPS):
             loss = 0.0
@@ -191,7 +185,7 @@ def run_phase(options: argparse.Namespace) -> None:
     task = Task(
         out=options.out,
         steps=options.steps,
-        num_micro_batches=MICRO_BATCHES * options.ranks,
+        num_micro_batches=options.ranks,
         transport=options.transport,
         rank=int(os.environ.get("RANK", "0")),
         world=int(os.environ.get("WORLD_SIZE", "1")),

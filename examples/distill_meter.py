@@ -36,15 +36,15 @@ class Meter:
     """Watches one run: the peak of its proportional memory, its speed and, on rank 0, a progress bar.
 
     The proportional set size (PSS) counts a page that several processes map in equal parts for each of them,
-    so the sum over ranks is what the machine spends.
+    so the sum over ranks is what the machine spends. What it is before any model is made, is what Python and the
+    libraries take.
     """
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._process = psutil.Process()
-        self._peak_pss = 0
+        self._peak_pss = self._base_pss = self._process.memory_full_info().pss
         self._seconds: list[float] = []
-        self.sample()
 
     def sample(self) -> None:
         """Look at the memory now."""
@@ -74,6 +74,7 @@ class Meter:
             losses=losses,
             step_seconds=median,
             nbytes=nbytes,
+            base_pss=self._base_pss,
             peak_pss=self._peak_pss,
         )
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 
-SEQUENCES = 1  # of a micro-batch
-MICRO_BATCHES = 2  # of a step, for every rank of the first run
+SEQUENCES = 2  # of a micro-batch; a step takes one micro-batch for every rank of the first run
 LENGTH = 128  # tokens of a sequence
 PEAK_LR = 2e-3
 WARMUP_STEPS = 5

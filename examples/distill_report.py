@@ -26,13 +26,14 @@ from rich.table import Table
 # by 1e-2. The bound lies between, with a factor of a hundred on that side.
 CLOSE = 1e-4
 
-PARTS = {
+COLORS = {
     "parameters": "#4C72B0",
     "gradients": "#DD8452",
     "optimizer": "#55A868",
     "frames": "#C44E52",
+    "activations and the like": "#B8B8B8",
+    "Python and libraries": "#E4E4E4",
 }
-REST = "#D0D0D0"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Record:
     losses: list[float]
     step_seconds: float
     nbytes: Bytes
+    base_pss: int
     peak_pss: int
 
     def write(self, out: Path) -> None:
@@ -142,21 +144,22 @@ def memory_table(results: Results) -> Table:
     """What each process held, and what one without zeropage holds."""
     table = Table(title="Memory of a process, MB", title_justify="left", caption_justify="left")
     table.add_column("process", no_wrap=True)
-    for column in (*PARTS, "sum", "peak PSS", "s/step"):
-        table.add_column(column, justify="right")
+    for column in ("params", "grads", "optimizer", "frames", "sum", "libraries", "peak PSS", "s/step"):
+        table.add_column(column, justify="right", no_wrap=True)
     for record in (*results.train, results.resume, results.plain):
-        parts = (mega(getattr(record.nbytes, part)) for part in PARTS)
+        parts = (mega(nbytes) for nbytes in asdict(record.nbytes).values())
         table.add_row(
             label(record),
             *parts,
             mega(record.nbytes.total),
+            mega(record.base_pss),
             mega(record.peak_pss),
             f"{record.step_seconds:.2f}",
             end_section=record == results.train[-1],
         )
     table.caption = (
-        "Bytes as zeropage's engine counts them; in the last row computed, 2 for a parameter of the teacher, "
-        "4 + 4 + 8 for one of the student. PSS is measured: activations, libraries and Python are in it too."
+        "Params to frames are counted by zeropage's engine, or computed in the last row: 2 bytes for a parameter of "
+        "the teacher, 4 + 4 + 8 for one of the student. Libraries: PSS before any model is made. PSS is measured."
     )
     return table
 
@@ -199,21 +202,28 @@ def draw_memory(axes: Axes, results: Results) -> None:
     bars = [*results.train, results.plain]
     names = [label(record, separator="\n") for record in bars]
     floor = [0.0] * len(bars)
-    for part, color in PARTS.items():
-        heights = [getattr(record.nbytes, part) / 1e6 for record in bars]
-        axes.bar(names, heights, 0.6, bottom=floor, color=color, label=part)
+    for layer, color in COLORS.items():
+        heights = [layers(record)[layer] for record in bars]
+        axes.bar(names, heights, 0.6, bottom=floor, color=color, label=layer)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
-    for x, (record, top) in enumerate(zip(bars, floor, strict=True)):
-        axes.text(x, top - 20, f"{top:.0f} MB", ha="center", va="top", color="white", fontweight="bold")
-        axes.text(x, record.peak_pss / 1e6, f"{record.peak_pss / 1e6:.0f} MB", ha="center", va="bottom")
-    rest = [max(0.0, record.peak_pss / 1e6 - top) for record, top in zip(bars, floor, strict=True)]
-    axes.bar(names, rest, 0.6, bottom=floor, color=REST, label="activations, libraries, Python")
+    for x, record in enumerate(bars):
+        held, peak = record.nbytes.total / 1e6, record.peak_pss / 1e6
+        axes.text(x, held - 20, f"{held:.0f} MB", ha="center", va="top", color="white", fontweight="bold")
+        axes.text(x, peak, f"{peak:.0f} MB", ha="center", va="bottom")
     axes.set_ylim(top=1.28 * max(record.peak_pss for record in bars) / 1e6)
     axes.set(ylabel="MB of a process (bar: peak PSS)")
     axes.set_title("what each process needs", fontsize=11)
     axes.legend(loc="upper left", fontsize=8, ncols=2, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def layers(record: Record) -> dict[str, float]:
+    """What the peak of a process is made of, in MB; its tensors are counted, the gray parts are measured."""
+    counted = {part: nbytes / 1e6 for part, nbytes in asdict(record.nbytes).items()}
+    libraries = record.base_pss / 1e6
+    rest = max(0.0, record.peak_pss / 1e6 - libraries - sum(counted.values()))
+    return {**counted, "activations and the like": rest, "Python and libraries": libraries}
 
 
 def label(record: Record, separator: str = " ") -> str:

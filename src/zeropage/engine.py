@@ -22,7 +22,7 @@ from torch import nn
 from zeropage.checkpoint import LoadResult, load_checkpoint, save_checkpoint
 from zeropage.config import Config
 from zeropage.construct import ConfigLike, pagers_of, shard, space_of
-from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
+from zeropage.errors import ConfigError, DivergenceError, NonFiniteError, ZeropageError
 from zeropage.gradients import Record
 from zeropage.loss_scale import DynamicLossScale
 from zeropage.optim import ShardedOptimizer, record_of
@@ -83,7 +83,7 @@ class _Findings:
     overflow: bool
     bad_parameter: str  # the first in its own backward whose gradient was not finite
     bad_loss: bool
-    gradients: int
+    backwards: int  # backward passes since the last step
 
 
 class Engine:
@@ -129,6 +129,7 @@ class Engine:
         self.grad_norm: float | None = None
         self._micro_steps = 0
         self._bad_loss = False
+        self._own_backwards = 0
         self._bad_in_a_row = 0
         scale = self.config.loss_scale
         self._scaler = DynamicLossScale(
@@ -158,6 +159,7 @@ class Engine:
         self._require_open()
         if self.config.precision == "fp16" and not bool(torch.isfinite(loss.detach()).all()):
             self._bad_loss = True
+        self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
         scaled = loss if factor == 1.0 else loss * factor
         scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -215,20 +217,27 @@ class Engine:
         """Look at the own slices of all gradients, once every rank has ended its backward."""
         for pager in self._pagers:
             pager.end_backwards(f"step {self.global_step + self.skipped_steps + 1}")
-        square_sum, overflow, count = 0.0, False, 0
+        square_sum, overflow = 0.0, False
         for record in optimizer.records():
             if record.has_gradient():
                 norm = float(torch.linalg.vector_norm(record.own_gradient().float()))
                 square_sum += norm * norm
-                count += 1
                 overflow = overflow or not math.isfinite(norm)
         first = next((space.gradients.first_nonfinite for space in self._spaces if space.gradients.first_nonfinite), "")
-        return _Findings(square_sum, overflow, first, self._bad_loss, count)
+        return _Findings(square_sum, overflow, first, self._bad_loss, self._backwards())
 
     def _exchange(self, mine: _Findings) -> list[_Findings]:
-        fields = (mine.square_sum, mine.overflow, mine.bad_parameter, mine.bad_loss, mine.gradients)
+        fields = (mine.square_sum, mine.overflow, mine.bad_parameter, mine.bad_loss, mine.backwards)
         answers = self._pagers[0].transport.meet("gradient norm", pickle.dumps(fields))
-        return [_Findings(*pickle.loads(answer)) for answer in answers]
+        findings = [_Findings(*pickle.loads(answer)) for answer in answers]
+        idle = [rank for rank, found in enumerate(findings) if not found.backwards]
+        if idle and len(idle) < len(findings):
+            raise DivergenceError(
+                f"at step {self.global_step + self.skipped_steps + 1} the other ranks have run a backward pass since the "
+                f"last step, rank {', '.join(map(str, idle))} has not. Every rank must run as many steps as the others; "
+                "one without data can run engine.backward(0 * loss) on an old batch."
+            )
+        return findings
 
     def _reason_to_skip(self, findings: list[_Findings]) -> str:
         if self.config.precision != "fp16":
@@ -287,10 +296,14 @@ class Engine:
         factor = limit / (self.grad_norm + 1e-6)
         return factor if math.isnan(factor) else min(1.0, factor)
 
+    def _backwards(self) -> int:
+        return self._own_backwards + sum(space.gradients.backwards for space in self._spaces)
+
     def _drop_gradients(self) -> None:
         self._bad_loss = False
+        self._own_backwards = 0
         for space in self._spaces:
-            space.gradients.first_nonfinite = ""
+            space.gradients.forget_backwards()
         for record in self._records():
             record.drop_gradient()
 

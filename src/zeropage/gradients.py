@@ -245,6 +245,7 @@ class Gradients:
         self._settled = False
         self._task = -1
         self.looks_for_nonfinite = False  # set by an engine that scales the loss
+        self.backwards = 0  # backward passes that brought gradients, since the engine's last step
         self.first_nonfinite = ""  # the first parameter in this rank's backwards whose gradient was not finite
         pager.adopt = self.adopt
 
@@ -293,6 +294,7 @@ class Gradients:
         if task == self._task and task != -1:
             return
         self._task = task
+        self.backwards += 1
         nested = task != -1 and _backwards_on_stack() > 1
         self.pager.transport.begin_backward(reentrant=nested)
         if task != -1 and not nested:
@@ -306,6 +308,11 @@ class Gradients:
     def end_backward(self) -> None:
         self._task = -1
         self.pager.transport.end_backward()
+
+    def forget_backwards(self) -> None:
+        """The engine has stepped: what was noted belongs to the past."""
+        self.backwards = 0
+        self.first_nonfinite = ""
 
     def settle(self, name: str) -> None:
         """Wait until the sums are complete."""

@@ -88,7 +88,14 @@ class Watcher:
             page_in_place(value, self._pager, f"{type(module).__name__}.{name}", PagedTensor)
 
     def module_registered(self, module: nn.Module, name: str, child: Any) -> None:
-        if isinstance(child, nn.Module) and module in self._modules and self._thread is None:
+        if not isinstance(child, nn.Module):
+            return
+        if self._thread == threading.get_ident():
+            # modules without parameters of their own are known too: they may get some later
+            self._modules.update((module, child))
+            if any(can_be_paged(parameter) for parameter in child.parameters()):
+                self.page_module(child)
+        elif module in self._modules:
             self.page_module(child)
 
     def _await_lazy(self, module: nn.Module) -> None:

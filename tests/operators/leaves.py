@@ -21,7 +21,7 @@ import zeropage as zp
 from zeropage.construct import Space, pagers_of, space_of
 from zeropage.tensor import PagedTensor, page_in_place
 
-__all__ = ["Leaves", "map_tensors", "paged_leaves"]
+__all__ = ["CONFIG", "Leaves", "group_of_one", "map_tensors", "paged_leaves"]
 
 CONFIG = {"transport": "collective", "poison_frames": True, "resident_bytes": 0, "readahead": False}
 
@@ -52,16 +52,23 @@ class Leaves:
 
 
 @contextmanager
-def paged_leaves(**settings: Any) -> Iterator[Leaves]:
-    """A pager over a gloo group of this process alone."""
+def group_of_one() -> Iterator[None]:
+    """A gloo group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def paged_leaves(**settings: Any) -> Iterator[Leaves]:
+    """A pager whose pages are in frames, poisoned after use."""
+    with group_of_one():
         model = zp.shard(nn.Linear(1, 1), CONFIG | settings)
         space = space_of(pagers_of(model)[0])
         yield Leaves(space)
         space.close()
-    finally:
-        dist.destroy_process_group()
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import zeropage as zp
 from tests.operators.leaves import Leaves, copy_of, map_tensors, paged_leaves
 
 PARTS = 8
-SAMPLES = 6
+SAMPLES = 4
 """How many samples of an operator run in the fast tests, spread over its list; the slow ones run all."""
 
 # Their result is whatever memory held before.

@@ -348,7 +348,10 @@ class Rounds:
                 f"rank {peer} did not answer rank {self.rank} within {self.timeout_s:g} s. It may be in code that "
                 "the other ranks do not run, or have raised an error that was caught."
             )
-        return PeerLostError(f"rank {peer} is gone (seen by rank {self.rank}): {error}")
+        return PeerLostError(
+            f"rank {peer} is gone (seen by rank {self.rank}): it died, or it let go of its model while others still read "
+            "it. End the program on all ranks together, with engine.close() or torch.distributed.barrier()."
+        )
 
 
 def _pieces(data: torch.Tensor) -> list[torch.Tensor]:
