@@ -80,7 +80,7 @@ def train(task: Task, *, resume: bool) -> Record:
                 engine.step()
                 loss += part.item() / config.accumulate
             losses.append(loss)
-            show(loss, engine.grad_norm, engine.lr)
+            show(loss, engine.grad_norm)
 
     nbytes = Bytes(
         parameters=held.parameters + sum(zp.local(p).nbytes for p in teacher.parameters()),
@@ -120,7 +120,7 @@ def train_plain(task: Task) -> Record:
             scheduler.step()
             optimizer.zero_grad()
             losses.append(loss)
-            show(loss, float(norm), scheduler.get_last_lr()[0])
+            show(loss, float(norm))
 
     teacher_numel = sum(p.numel() for p in teacher.parameters())
     numel = sum(p.numel() for p in student.parameters())

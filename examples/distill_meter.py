@@ -53,7 +53,7 @@ class Meter:
     @contextmanager
     def progress(self, steps: int, title: str) -> Iterator[Show]:
         """A bar over `steps`; gives the function that is called after each of them."""
-        columns = (TextColumn("{task.description:>9}"), BarColumn(24), MofNCompleteColumn())
+        columns = (TextColumn("{task.description:>9}"), BarColumn(12), MofNCompleteColumn())
         columns += (TextColumn("{task.fields[facts]}"), TimeElapsedColumn())
         with Progress(*columns, console=console(), disable=self._task.rank != 0) as bar:
             yield Show(self, bar, bar.add_task(title, total=steps, facts=""), self._task.num_micro_batches)
@@ -87,9 +87,9 @@ class Show:
         self._tokens = num_micro_batches * SEQUENCES * LENGTH
         self._since = time.perf_counter()
 
-    def __call__(self, loss: float, grad_norm: float, lr: float) -> None:
+    def __call__(self, loss: float, grad_norm: float) -> None:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         self._meter.step_took(seconds)
-        facts = f"loss {loss:6.3f}  {self._tokens / seconds:4.0f} tokens/s  |grad| {grad_norm:5.2f}  lr {lr:.1e}"
+        facts = f"loss {loss:6.3f}  {self._tokens / seconds:4.0f} tokens/s  |grad| {grad_norm:5.2f}"
         self._bar.update(self._row, advance=1, facts=facts)

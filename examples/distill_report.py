@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -129,7 +130,7 @@ def show(console: Console, out: Path, seconds: float) -> None:
 def losses_table(results: Results) -> Table:
     """Both second halves side by side."""
     first = results.resume.first_step
-    table = Table(title="Loss after the checkpoint", title_justify="left")
+    table = Table(title="Loss after the checkpoint", title_justify="left", box=SIMPLE)
     table.add_column("step", justify="right")
     table.add_column(f"{len(results.train)} ranks, uninterrupted", justify="right")
     table.add_column("1 rank, resumed", justify="right")
@@ -142,24 +143,18 @@ def losses_table(results: Results) -> Table:
 
 def memory_table(results: Results) -> Table:
     """What each process held, and what one without zeropage holds."""
-    table = Table(title="Memory of a process, MB", title_justify="left", caption_justify="left")
+    table = Table(title="Memory of each process, MB", title_justify="left", caption_justify="left", box=SIMPLE)
     table.add_column("process", no_wrap=True)
-    for column in ("params", "grads", "optimizer", "frames", "sum", "libraries", "peak PSS", "s/step"):
+    for column in ("params", "grads", "optim", "frames", "sum", "libs", "peak PSS", "s/step"):
         table.add_column(column, justify="right", no_wrap=True)
     for record in (*results.train, results.resume, results.plain):
-        parts = (mega(nbytes) for nbytes in asdict(record.nbytes).values())
-        table.add_row(
-            label(record),
-            *parts,
-            mega(record.nbytes.total),
-            mega(record.base_pss),
-            mega(record.peak_pss),
-            f"{record.step_seconds:.2f}",
-            end_section=record == results.train[-1],
-        )
+        counted = (*asdict(record.nbytes).values(), record.nbytes.total)
+        measured = (record.base_pss, record.peak_pss)
+        megabytes = (f"{nbytes / 1e6:.0f}" for nbytes in (*counted, *measured))
+        table.add_row(label(record), *megabytes, f"{record.step_seconds:.2f}")
     table.caption = (
-        "Params to frames are counted by zeropage's engine, or computed in the last row: 2 bytes for a parameter of "
-        "the teacher, 4 + 4 + 8 for one of the student. Libraries: PSS before any model is made. PSS is measured."
+        "Params to frames: what zeropage's engine counts, in the last row computed (2 bytes for a parameter of "
+        "the teacher; 4, 4 and 8 for one of the student). Libs is the PSS before any model was made; PSS is measured."
     )
     return table
 
@@ -200,7 +195,7 @@ def draw_losses(axes: Axes, results: Results) -> None:
 def draw_memory(axes: Axes, results: Results) -> None:
     """A stacked bar for each rank of the first run, and one for a rank without zeropage."""
     bars = [*results.train, results.plain]
-    names = [label(record, separator="\n") for record in bars]
+    names = [label(record) for record in bars]
     floor = [0.0] * len(bars)
     for layer, color in COLORS.items():
         heights = [layers(record)[layer] for record in bars]
@@ -226,16 +221,11 @@ def layers(record: Record) -> dict[str, float]:
     return {**counted, "activations and the like": rest, "Python and libraries": libraries}
 
 
-def label(record: Record, separator: str = " ") -> str:
+def label(record: Record) -> str:
     """A record's name in tables and under bars."""
     names = {
-        "train": f"zeropage,{separator}rank {record.rank} of {record.world}",
-        "resume": f"zeropage,{separator}1 rank resumed",
-        "plain": f"without{separator}zeropage",
+        "train": f"rank {record.rank} of {record.world}",
+        "resume": "1 rank, resumed",
+        "plain": "without zeropage",
     }
     return names[record.phase]
-
-
-def mega(nbytes: int) -> str:
-    """Bytes in millions, for a table."""
-    return f"{nbytes / 1e6:.1f}"

@@ -93,6 +93,7 @@ class GradientPage(Page):
         """More was added to the sum: copies of what it was cannot be made any more."""
         self.rounded = None
         self.version += 1
+        self.pager.addresses.outdated(self)
         self.pager.evict(self)
 
     def begin(self, epoch: int) -> None:

@@ -321,6 +321,7 @@ class Page(Node):
         """The page has been written: whatever was seen of it is out of date."""
         self.version += 1
         self.written = True
+        self.pager.addresses.outdated(self)
         self.pager.evict(self)
 
     def enter(self) -> None:

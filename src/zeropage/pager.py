@@ -24,7 +24,8 @@ import torch
 from zeropage.config import Config
 from zeropage.errors import DivergenceError, UninitializedPageError
 from zeropage.layout import Layout
-from zeropage.memory.host import allocate
+from zeropage.memory.addresses import Addresses
+from zeropage.memory.host import allocate, holders
 from zeropage.page import CastNode, Page, Spec
 from zeropage.trace import Trace
 from zeropage.transport import Transport
@@ -64,6 +65,7 @@ class Pager:
         self.config = config
         self.counters = Counters()
         self.step = Stepping()
+        self.home = _home()
         self.adopt: Callable[[torch.Tensor], None] = (
             _adopt_nothing  # called for every new parameter over a page
         )
@@ -72,9 +74,7 @@ class Pager:
         self.gradients_dropped = 0  # how often gradients were dropped; the same on all ranks, or sums are mixed
         self.abandoned: Callable[[], None] = self.close  # called when the last parameter has gone
         self.pages: weakref.WeakValueDictionary[int, Page] = weakref.WeakValueDictionary()
-        self.addresses: weakref.WeakKeyDictionary[Page, tuple[int, torch.Tensor]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.addresses = Addresses()
         self._trace = Trace()
         self._frames: OrderedDict[Page, _Frame] = OrderedDict()
         self._casts: OrderedDict[int, tuple[weakref.ref[CastNode], int]] = OrderedDict()
@@ -268,7 +268,7 @@ class Pager:
         [Note: storage counts] An operator may keep its argument, or return an alias of it that its schema
         does not declare. The count of a storage's holders tells: a frame with other holders is left to them.
         """
-        if _holders(memory) > 1:
+        if holders(memory) > 1:
             self._bytes -= memory.numel() * memory.element_size()
             return
         if self.config.poison_frames:
@@ -417,18 +417,18 @@ class Stepping:
         return False
 
 
+def _home() -> torch.device:
+    """Where pages go that are made on the meta device: the default device of now, which is not that of then."""
+    device = torch.get_default_device()
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def _nothing() -> None:
     """A closed pager has nobody to tell."""
 
 
 def _adopt_nothing(parameter: torch.Tensor) -> None:
     """Pages used as plain data have no parameters."""
-
-
-def _holders(memory: torch.Tensor) -> int:
-    """How many tensors share the storage of `memory`, itself among them."""
-    storage = memory.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 
 def _poison(memory: torch.Tensor) -> None:

@@ -341,6 +341,7 @@ def _train_in_plain_loop(training: Training) -> Record:
             scheduler.step()
         optimizer.zero_grad()
     _finish(record, training, model, None)
+    torch.distributed.barrier()  # over messages, no rank may let go of its slices while another still reads them
     return record
 
 

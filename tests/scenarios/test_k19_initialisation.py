@@ -74,14 +74,17 @@ def _scenario(transport: str) -> None:
 
 
 def _ranks_seeded_apart(transport: str) -> None:
-    """A script that seeds by rank: all ranks get what rank 0 would have had."""
+    """A script that seeds by rank: all ranks get what rank 0 would have had, or are told why not."""
     torch.manual_seed(40)
     plain = _Initialised()
-    _again(plain)
+    nn.init.uniform_(plain.head.weight)
     torch.manual_seed(40 + dist.get_rank())
     with zp.init({"transport": transport}):
         model = _Initialised()
-    _again(model)
+    nn.init.uniform_(model.head.weight)
+    same_parameters(plain, model, exact=True)
+    with pytest.raises(zp.errors.DivergenceError, match=r"different values to copy_ on head\.weight"):
+        nn.init.orthogonal_(model.head.weight)  # computes in a plain tensor of this rank's own
     same_parameters(plain, model, exact=True)
 
 
@@ -95,18 +98,28 @@ def _seed_in_config(transport: str) -> None:
 
 
 def _on_meta(transport: str) -> None:
-    """Built without values: reading says so; initialising gives those of plain torch."""
+    """Under torch's meta device: what constructors draw is kept, what they leave to others is missed when read."""
     torch.manual_seed(43)
-    plain = nn.Sequential(nn.Linear(7, 17), nn.LayerNorm(17), nn.Embedding(5, 3))
+    plain = nn.Sequential(nn.Linear(7, 17), nn.LayerNorm(17), nn.Embedding(5, 3, padding_idx=1))
+    torch.manual_seed(43)
     with zp.init({"transport": transport}), torch.device("meta"):
-        model = nn.Sequential(nn.Linear(7, 17), nn.LayerNorm(17), nn.Embedding(5, 3))
-    with pytest.raises(zp.errors.UninitializedPageError, match=r"0\.weight"):
-        model(torch.randn(2, 7))
-    torch.manual_seed(43)
-    for module in model:
-        module.reset_parameters()
+        model = nn.Sequential(nn.Linear(7, 17), nn.LayerNorm(17), nn.Embedding(5, 3, padding_idx=1))
+        model.scale = nn.Parameter(torch.ones(5))
+    assert model.scale.device.type == "cpu"
+    with pytest.raises(zp.errors.UninitializedPageError, match="'scale'"):
+        model.scale.sum()
+    del model.scale
     same_parameters(plain, model, exact=True)
-    assert next(model.parameters()).device.type == "cpu"
+
+    with torch.device("meta"):
+        bare = nn.Sequential(nn.Linear(7, 17), nn.LayerNorm(17), nn.Embedding(5, 3, padding_idx=1))
+    zp.shard(bare, {"transport": transport})
+    with pytest.raises(zp.errors.UninitializedPageError, match=r"0\.(weight|bias)"):
+        bare(torch.randn(2, 7))
+    torch.manual_seed(43)
+    for module in bare:
+        module.reset_parameters()
+    same_parameters(plain, bare, exact=True)
 
 
 @pytest.mark.parametrize("scenario", [_scenario, _ranks_seeded_apart, _seed_in_config, _on_meta])

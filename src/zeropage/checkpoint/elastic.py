@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_on
     masters = {} if weights_only or sharded is None else _empty_masters(engine, metadata)
     state.update(masters)
     with torch.no_grad():
-        dcp.load(state, checkpoint_id=path, no_dist=engine.pagers[0].transport.world == 1)
+        _load(state, path, alone=engine.pagers[0].transport.world == 1)
     for parameter in engine.module.parameters():
         if isinstance(parameter, PagedTensor):
             parameter._node.page.changed()
@@ -150,12 +151,19 @@ def _groups(engine: Engine) -> list[dict[str, Any]]:
 # -- what is loaded
 
 
+def _load(state: dict[str, Any], path: Path, *, alone: bool) -> None:
+    with warnings.catch_warnings():
+        # to read alone is the intent here; torch warns that it takes it for one
+        warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable)", category=UserWarning)
+        dcp.load(state, checkpoint_id=path, no_dist=alone)
+
+
 def _read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
     described = metadata.state_dict_metadata.get("extra")
     if not isinstance(described, TensorStorageMetadata):
         raise CheckpointError(f"{path} was not written by zeropage: it has no entry 'extra'")
     data = torch.empty(described.size, dtype=torch.uint8)
-    dcp.load({"extra": data}, checkpoint_id=path, no_dist=True)
+    _load({"extra": data}, path, alone=True)
     extra: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     if extra["version"] > _VERSION:
         raise CheckpointError(

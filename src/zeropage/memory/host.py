@@ -9,7 +9,7 @@ import torch
 from zeropage.layout import Layout
 from zeropage.memory.limits import cgroup_available, machine_available
 
-__all__ = ["Store", "allocate", "available_bytes"]
+__all__ = ["Store", "allocate", "available_bytes", "holders"]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -48,3 +48,9 @@ def available_bytes() -> int:
     """Bytes that this process may still take: the smaller of what the machine and its cgroup leave."""
     limits = [machine_available(), cgroup_available()]
     return min(limit for limit in limits if limit is not None)
+
+
+def holders(memory: torch.Tensor) -> int:
+    """How many tensors share the storage of `memory`, itself among them."""
+    storage = memory.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ class SharedBlock:
         """`count` elements from byte `offset` as a 1-D tensor that keeps the mapping alive."""
         with torch.inference_mode(False):
             if count == 0:
-                return torch.empty(0, dtype=dtype)
+                return torch.empty(0, dtype=dtype, device="cpu")
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
 
 

@@ -31,6 +31,8 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{name} would leave different values on different ranks in {written[0]._node.page.name!r}, which is "
             "sharded over them. Run it on zp.full(p) and write the result inside zp.gather([p], writer=rank)."
         )
+    if name == "c10d::send":  # its work may be waited for once only, and holds the tensors
+        return func([plain(tensor).clone() for tensor in args[0]], *args[1:], **kwargs)
     if not written:
         return _wait(func(*plain(args), **plain(kwargs)))
     pages = list(dict.fromkeys(tensor._node.page for tensor in written))

@@ -5,13 +5,13 @@ The rule: optimizers, hooks, attributes and references that held the parameter b
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeropage.errors import AdoptionError, UnsupportedOperationError
+from zeropage.memory.host import allocate
 from zeropage.page import CastNode, Page, Spec
 from zeropage.pager import Pager
 from zeropage.tensor.base import Paged, wrap
@@ -25,6 +25,7 @@ __all__ = [
     "new_page_of",
     "page_in_place",
     "set_data",
+    "snapshot",
 ]
 
 # What this library keeps in a paged tensor's __dict__; everything else there is the user's.
@@ -69,7 +70,7 @@ def new_page_of(values: torch.Tensor, pager: Pager, name: str) -> Page:
     """A page with the first rank's `values`; one on the meta device has none yet (collective)."""
     transport = pager.transport
     if values.device.type == "meta":
-        page = pager.new_page(name, dense_spec(values, device=torch.get_default_device()))
+        page = pager.new_page(name, dense_spec(values, device=pager.home))
         page.written = False
         return page
     page = pager.new_page(name, dense_spec(values))
@@ -153,30 +154,37 @@ def duplicate(tensor: Paged) -> Paged:
 
 
 def addressed(tensor: Paged) -> torch.Tensor:
-    """The full values at an address that belongs to this page alone.
+    """The full values at an address that belongs to this page alone. See [Note: addresses].
 
-    [Note: addresses] Frames are used again, so their addresses repeat, and code that takes tensors at one
-    address for the same tensor would be misled. A page that is asked for its address gets a range of
-    its own, reserved without memory. It is filled anew when the page was written since.
+    They stay there until the page is written. Where memory has no addresses of its own kind (on
+    accelerators) and for casts, the address is that of the moment.
     """
     node = tensor._node
     page = node.page
-    if not page.framed or isinstance(node.root, CastNode):
+    if not page.framed or isinstance(node.root, CastNode) or page.spec.device.type != "cpu":
         return plain(tensor.detach())  # type: ignore[no-any-return]
-    found = page.pager.addresses.get(page)
-    if found is None or found[0] != page.version:
-        base = _reserve(page) if found is None else found[1]
+    found = page.pager.addresses.range_of(page, page.layout.numel, page.dtype)
+    if found.version != page.version or page.edits is not None:
         with torch.no_grad():
-            base.copy_(page.flat(plain(wrap(type(tensor), page))))
-        page.pager.addresses[page] = found = (page.version, base)
-    return node.apply(page.shaped(found[1]))
+            found.base.copy_(page.flat(plain(wrap(type(tensor), page))))
+        found.version = page.version
+    return node.apply(page.shaped(found.base))
 
 
-def _reserve(page: Page) -> torch.Tensor:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
-    memory = mmap.mmap(-1, max(page.nbytes, mmap.PAGESIZE), flags=flags)
-    with torch.inference_mode(False):
-        return torch.frombuffer(memory, dtype=page.dtype, count=page.layout.numel)
+def snapshot(tensor: Paged) -> torch.Tensor:
+    """A plain full copy for pickling; tensors of one page that are pickled together share a storage."""
+    node = tensor._node
+    page = node.page
+    if isinstance(node.root, CastNode):
+        return plain(tensor.detach()).clone()  # type: ignore[no-any-return]
+    copies = page.pager.addresses
+    whole = copies.copy_of(page, page.version, page.dtype) if page.edits is None else None
+    if whole is None:
+        whole = allocate(page.layout.numel, page.dtype, page.spec.device)
+        with torch.no_grad():
+            whole.copy_(page.flat(plain(wrap(type(tensor), page))))
+        copies.keep_copy(page, page.version, whole)
+    return node.apply(page.shaped(whole))
 
 
 class Life:

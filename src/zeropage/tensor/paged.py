@@ -40,6 +40,21 @@ class PagedTensor(Paged):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, **attributes: Any) -> PagedTensor:
+        """Another parameter over the page of `data`, for code that calls `type(p)(p.data, ...)`.
+
+        Raises:
+            UnsupportedOperationError: `data` is a plain tensor, which belongs to no sharded model yet.
+        """
+        if not isinstance(data, Paged):
+            raise UnsupportedOperationError(
+                "a paged tensor cannot be made from a plain one by itself: make an nn.Parameter, put it into a module, "
+                "and shard that (zp.shard), or make it inside zp.init()."
+            )
+        made: Any = torch.nn.Parameter(data, requires_grad)
+        made.__dict__.update(attributes)
+        return made  # type: ignore[no-any-return]
+
     @classmethod
     @torch._dynamo.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,10 +198,22 @@ class PagedTensor(Paged):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the plain full tensor or parameter, readable without this library."""
-        full = self._full().clone()
+        full: torch.Tensor = identity.snapshot(self)
         if self._is_param:
-            return torch.nn.Parameter(full, self.requires_grad).__reduce_ex__(protocol)
+            full = torch.nn.Parameter(full, self.requires_grad)
+        full.__dict__.update(self._user_attributes())
         return full.__reduce_ex__(protocol)
+
+    def _user_attributes(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in identity.OWN_ATTRIBUTES}
+
+    def __copy__(self) -> PagedTensor:
+        """Another tensor over the same page, as torch's shallow copy shares the storage."""
+        made = wrap(PagedTensor, self._node, self.requires_grad)
+        made.__dict__.update(self._user_attributes())
+        if self._is_param:
+            made._is_param = True
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A paged copy (every rank copies its own slice; all ranks must copy together)."""
@@ -198,9 +225,8 @@ class PagedTensor(Paged):
             )
         made = identity.duplicate(self)
         memo[id(self)] = made
-        for key, value in self.__dict__.items():
-            if key not in identity.OWN_ATTRIBUTES:
-                made.__dict__[key] = copy.deepcopy(value, memo)
+        for key, value in self._user_attributes().items():
+            made.__dict__[key] = copy.deepcopy(value, memo)
         return made
 
     # -- torch.distributed.checkpoint's protocol for sharded tensors (`_Checkpointable`)

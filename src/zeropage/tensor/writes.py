@@ -306,7 +306,7 @@ def _fingerprint(operands: Any) -> int:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, device="cpu")
     whole = raw.numel() // 8 * 8
     total = int(raw[:whole].view(torch.int64).sum()) if whole else 0
     edge = raw[:64].numpy().tobytes() + raw[-64:].numpy().tobytes() if raw.device.type == "cpu" else b""

@@ -287,7 +287,7 @@ class Rounds:
         data = pickle.dumps(
             (mine.kind, mine.intent, mine.payload, mine.pages, mine.epoch, mine.scale, mine.dtype, mine.ended)
         )
-        head = torch.zeros(_HEADER, dtype=torch.uint8)
+        head = torch.zeros(_HEADER, dtype=torch.uint8, device="cpu")  # not the default, which may be "meta"
         head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         room = _HEADER - 8
@@ -305,7 +305,8 @@ class Rounds:
         """Everybody's bytes, by rank; `sizes` are known to all, a size of zero sends nothing."""
         with torch.inference_mode(False):
             found = [
-                mine if r == self.rank else torch.empty(n, dtype=torch.uint8) for r, n in enumerate(sizes)
+                mine if r == self.rank else torch.empty(n, dtype=torch.uint8, device="cpu")
+                for r, n in enumerate(sizes)
             ]
         works = []
         for peer in self._peers:
