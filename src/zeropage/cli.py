@@ -67,17 +67,13 @@ def env(
 @app.command()
 def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the first run.")] = 2,
-    transport: Annotated[TransportChoice, typer.Option(help="Transport of the first run.")] = (
-        TransportChoice.auto
-    ),
+    transport: Annotated[TransportChoice, typer.Option(help="Transport of the first run.")] = (TransportChoice.auto),
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps; the checkpoint is half-way.")] = 40,
     text: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Train on this file instead of Python's library."),
     ] = None,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Where results and the picture go.")] = Path(
-        "demo"
-    ),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Where results and the picture go.")] = Path("demo"),
 ) -> None:
     """Distil SmolLM2-135M into a small Llama over several ranks, resume on one, and show the memory."""
     command = [sys.executable, str(demo_program()), "--ranks", str(ranks), "--transport", transport.value]

@@ -79,9 +79,7 @@ class LossScaleConfig(_Section):
         if not self.dynamic:
             idle = sorted({"window", "hysteresis", "min"} & self.model_fields_set)
             if idle:
-                raise ValueError(
-                    f"{_and(idle)} cannot take effect with dynamic=false; remove it or set dynamic=true"
-                )
+                raise ValueError(f"{_and(idle)} cannot take effect with dynamic=false; remove it or set dynamic=true")
         elif self.min > self.initial:
             raise ValueError(f"min ({self.min:g}) is greater than initial ({self.initial:g})")
         return self
@@ -168,9 +166,7 @@ class Config(_Section):
                 "remove loss_scale or set precision='fp16'"
             )
         if self.cast_frozen and self.precision is None:
-            raise ValueError(
-                "cast_frozen=true cannot take effect without precision; name the precision to cast to"
-            )
+            raise ValueError("cast_frozen=true cannot take effect without precision; name the precision to cast to")
         return self
 
     @classmethod
@@ -189,8 +185,7 @@ class Config(_Section):
         if isinstance(value, Mapping):
             return cls._from_mapping(value)
         raise ConfigError(
-            "config: expected a zp.Config, a mapping, a path to a JSON file or None, "
-            f"got {type(value).__name__}"
+            f"config: expected a zp.Config, a mapping, a path to a JSON file or None, got {type(value).__name__}"
         )
 
     @classmethod

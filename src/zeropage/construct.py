@@ -120,11 +120,7 @@ def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:
 
 def pagers_of(model: nn.Module) -> list[Pager]:
     """The pagers behind the model's paged parameters, in the order of first use."""
-    found = {
-        parameter._node.page.pager: None
-        for parameter in model.parameters()
-        if isinstance(parameter, PagedTensor)
-    }
+    found = {parameter._node.page.pager: None for parameter in model.parameters() if isinstance(parameter, PagedTensor)}
     return list(found)
 
 
@@ -144,17 +140,11 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
                 f"{name!r} is {parameter.layout}; only dense parameters can be sharded. Keep it a buffer."
             )
         if not parameter.is_leaf:
-            raise AdoptionError(
-                f"{name!r} is the result of an operator, not a leaf; shard before computing with it."
-            )
+            raise AdoptionError(f"{name!r} is the result of an operator, not a leaf; shard before computing with it.")
         if key is not None:
             size = parameter.element_size()
             low = parameter.storage_offset() * size
-            high = (
-                low
-                + (1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)))
-                * size
-            )
+            high = low + (1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))) * size
             ranges.setdefault(key[0], []).append((low, high, key, name))
     for parts in ranges.values():
         parts.sort(key=lambda part: part[:2])
@@ -172,9 +162,7 @@ def _check_memory(named: list[tuple[str, nn.Parameter]], pager: Pager) -> None:
     wanted = 0
     for _, parameter in named:
         if parameter.device.type in ("cpu", "meta"):
-            wanted += (
-                Layout(parameter.numel(), pager.transport.world).chunk * parameter.element_size() * world
-            )
+            wanted += Layout(parameter.numel(), pager.transport.world).chunk * parameter.element_size() * world
     available = available_bytes()
     if wanted > available:
         raise OutOfMemoryError(

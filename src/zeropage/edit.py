@@ -41,9 +41,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().reshape(-1)
     page = tensor._node
     if not isinstance(page, Page):
-        raise ConfigError(
-            f"only a whole parameter has a local slice; this is a view or cast of {page.page.name!r}"
-        )
+        raise ConfigError(f"only a whole parameter has a local slice; this is a view or cast of {page.page.name!r}")
     return page.own().detach()
 
 
@@ -80,9 +78,7 @@ class gather(Edits):
 
     def __enter__(self) -> gather:
         if self._writer is not None:
-            self._pages = [
-                page for page in self._pages if page.edits is None
-            ]  # nested: the outer block keeps them
+            self._pages = [page for page in self._pages if page.edits is None]  # nested: the outer block keeps them
             for pager in self._pagers():
                 pager.close_batch()
             for page in self._pages:
@@ -171,9 +167,7 @@ class gather(Edits):
     def _publish(self, pager: Pager, pages: list[Page]) -> None:
         transport = pager.transport
         marks = bytes(page in self._edited for page in pages)
-        answers = transport.open_writes(
-            f"end of gather of {len(pages)} parameters by rank {self._writer}", marks
-        )
+        answers = transport.open_writes(f"end of gather of {len(pages)} parameters by rank {self._writer}", marks)
         transport.close_writes()
         assert self._writer is not None
         for page, edited in zip(pages, answers[self._writer], strict=True):

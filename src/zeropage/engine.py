@@ -198,9 +198,7 @@ class Engine:
         self._require_open()
         optimizer = self._sharded
         if optimizer is None:
-            raise ConfigError(
-                "this engine was made without an optimizer; give one to zp.Engine(model, optimizer)"
-            )
+            raise ConfigError("this engine was made without an optimizer; give one to zp.Engine(model, optimizer)")
         self._micro_steps += 1
         if self._micro_steps < self.config.accumulate:
             return StepResult(False, None, self.loss_scale, reason="accumulating")
@@ -447,9 +445,7 @@ class Engine:
     # -- inside
 
     def _records(self) -> list[Record]:
-        return list(
-            dict.fromkeys(record_of(p) for p in self.module.parameters() if isinstance(p, PagedTensor))
-        )
+        return list(dict.fromkeys(record_of(p) for p in self.module.parameters() if isinstance(p, PagedTensor)))
 
     def _require_open(self) -> None:
         if self._closed:

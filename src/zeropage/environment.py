@@ -97,9 +97,7 @@ def _versions() -> Versions:
 
 def _devices() -> tuple[Device, ...]:
     cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count()
-    host = Device(
-        "cpu", f"{platform.machine()}, {cores} cores, {torch.get_num_threads()} threads", nbytes=None
-    )
+    host = Device("cpu", f"{platform.machine()}, {cores} cores, {torch.get_num_threads()} threads", nbytes=None)
     cards = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     return (host, *(Device(f"cuda:{i}", p.name, nbytes=p.total_memory) for i, p in enumerate(cards)))
 

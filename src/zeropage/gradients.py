@@ -134,9 +134,7 @@ class Record:
         spec = self.page.spec
         layout = self.page.layout
         pager = self.pager
-        accumulator = pager.transport.accumulator(
-            self.name, layout, self._gradients.sum_dtype(spec.dtype), spec.device
-        )
+        accumulator = pager.transport.accumulator(self.name, layout, self._gradients.sum_dtype(spec.dtype), spec.device)
         self.accumulator = accumulator
         self.gradient_page = pager.register(
             lambda number: GradientPage(f"{self.name}.grad", spec, layout, accumulator, pager, number)

@@ -68,9 +68,7 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         if not isinstance(optimizer, optim.Optimizer):
-            raise ConfigError(
-                f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}"
-            )
+            raise ConfigError(f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}")
         if isinstance(optimizer, optim.LBFGS):
             raise ConfigError(
                 "LBFGS calls a closure several times a step, which an engine's backward() and step() cannot do; run "
@@ -138,9 +136,7 @@ class ShardedOptimizer:
         inner: Any = defaultdict(dict, {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)})
         for parameter, tensor in working.items():
             if parameter in state:
-                inner[tensor] = {
-                    key: self._inward(value, parameter, key) for key, value in state[parameter].items()
-                }
+                inner[tensor] = {key: self._inward(value, parameter, key) for key, value in state[parameter].items()}
         optimizer.state = inner
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [working[p] for p in parameters if p in working]
@@ -166,9 +162,7 @@ class ShardedOptimizer:
         if master is None:
             return parameter
         face = over_slice(master.values, record.page, f"{record.name} in fp32")
-        gradient = over_slice(
-            record.own_gradient().to(master.values.dtype), record.page, f"{record.name}.grad in fp32"
-        )
+        gradient = over_slice(record.own_gradient().to(master.values.dtype), record.page, f"{record.name}.grad in fp32")
         face.__dict__["_record"] = _MasterRecord(gradient)
         return face
 

@@ -212,9 +212,7 @@ class Page(Node):
         "written",
     )
 
-    def __init__(
-        self, name: str, spec: Spec, layout: Layout, store: Store, pager: Pager, number: int
-    ) -> None:
+    def __init__(self, name: str, spec: Spec, layout: Layout, store: Store, pager: Pager, number: int) -> None:
         super().__init__(spec, in_order=True)
         self.name = name
         self.layout = layout

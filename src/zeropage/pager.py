@@ -66,9 +66,7 @@ class Pager:
         self.counters = Counters()
         self.step = Stepping()
         self.home = _home()
-        self.adopt: Callable[[torch.Tensor], None] = (
-            _adopt_nothing  # called for every new parameter over a page
-        )
+        self.adopt: Callable[[torch.Tensor], None] = _adopt_nothing  # called for every new parameter over a page
         self.space: object = None  # what serves this pager; set and cleared by its maker
         self.parameters = 0
         self.gradients_dropped = 0  # how often gradients were dropped; the same on all ranks, or sums are mixed
@@ -205,9 +203,7 @@ class Pager:
 
     # -- eviction
 
-    def _make_room(
-        self, nbytes: int, keep: Iterable[Page] = (), key: _Key | None = None
-    ) -> torch.Tensor | None:
+    def _make_room(self, nbytes: int, keep: Iterable[Page] = (), key: _Key | None = None) -> torch.Tensor | None:
         """Evict the oldest until `nbytes` more fit, or until a free frame of kind `key` is there to return."""
         if key is not None and self._free.get(key):
             return self._free[key].pop()

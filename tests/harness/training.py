@@ -198,9 +198,7 @@ def train_plain(training: Training) -> list[Record]:
     return ranks.records
 
 
-def _plain_backwards(
-    training: Training, model: nn.Module, ranks: _PlainRanks, step: int
-) -> dict[nn.Parameter, Tensor]:
+def _plain_backwards(training: Training, model: nn.Module, ranks: _PlainRanks, step: int) -> dict[nn.Parameter, Tensor]:
     """All backwards of one step; the averaged gradient of each parameter that got one."""
     sums: dict[nn.Parameter, Tensor] = {}
     loss_scale = _loss_scale(training)
@@ -407,9 +405,7 @@ def _flat(losses: list[list[float]]) -> list[float]:
     return [loss for step in losses for loss in step]
 
 
-def _number_differences(
-    what: str, expected: list[float], got: list[float], tolerance: float
-) -> Iterator[str]:
+def _number_differences(what: str, expected: list[float], got: list[float], tolerance: float) -> Iterator[str]:
     if len(expected) != len(got):
         yield f"{what}: {len(got)} values, expected {len(expected)}"
     for number, (wanted, seen) in enumerate(zip(expected, got, strict=False)):

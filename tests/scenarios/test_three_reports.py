@@ -245,6 +245,4 @@ def _numbered_batch(step: int, micro: int, rank: int) -> tuple[int, Tensor]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_borrowed_weights_train_as_in_plain_torch(transport: str, world: int) -> None:
     # not Adam: the gradient of a key bias is zero but for rounding, and Adam makes full steps of that
-    assert_same_training(
-        _ReaderByStep, _numbered_batch, world=world, transport=transport, steps=STEPS, optimizer=_sgd
-    )
+    assert_same_training(_ReaderByStep, _numbered_batch, world=world, transport=transport, steps=STEPS, optimizer=_sgd)

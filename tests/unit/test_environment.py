@@ -35,9 +35,7 @@ def verdict(name: str) -> probe.TransportVerdict:
 
 
 def test_shared_and_collective_run_where_the_tests_do() -> None:
-    assert verdict("shared").can_run == (
-        sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
-    )
+    assert verdict("shared").can_run == (sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"))
     assert verdict("collective").can_run
     assert "gloo" in verdict("collective").reason
 

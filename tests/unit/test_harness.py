@@ -145,9 +145,7 @@ def test_every_case_starts_from_the_same_seed():
 
 
 def test_an_exception_is_raised_with_the_traceback_of_its_rank():
-    with pytest.raises(
-        RankError, match=r"(?s)rank 1 raised FileNotFoundError.*in fail_on.*rank 1 says so"
-    ) as caught:
+    with pytest.raises(RankError, match=r"(?s)rank 1 raised FileNotFoundError.*in fail_on.*rank 1 says so") as caught:
         run(2, fail_on, 1)
     assert list(caught.value.failures) == [1]
 

@@ -30,12 +30,12 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
-def test_all_is_sorted_and_true(path: Path) -> None:
+def test_all_is_true(path: Path) -> None:
+    """(The order is ruff's to check.)"""
     tree = ast.parse(path.read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             names = ast.literal_eval(node.value)
-            assert names == sorted(names)
             defined = {
                 name
                 for other in ast.walk(tree)

@@ -55,9 +55,7 @@ def test_inside_a_container_the_group_is_the_mount_itself(tmp_path: Path) -> Non
     assert cgroup_memory(root) == GroupMemory(GIB, 0)
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(3 * GIB, GroupMemory(3 * GIB, GIB)), (9223372036854771712, None)]
-)
+@pytest.mark.parametrize(("limit", "expected"), [(3 * GIB, GroupMemory(3 * GIB, GIB)), (9223372036854771712, None)])
 def test_version_1(tmp_path: Path, limit: int, expected: GroupMemory | None) -> None:
     folder = "sys/fs/cgroup/memory/job"
     files = {f"{folder}/memory.limit_in_bytes": str(limit), f"{folder}/memory.usage_in_bytes": str(GIB)}

@@ -166,9 +166,7 @@ def _read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
     _load({"extra": data}, path, alone=True)
     extra: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     if extra["version"] > _VERSION:
-        raise CheckpointError(
-            f"{path} has format version {extra['version']}; this zeropage reads up to {_VERSION}"
-        )
+        raise CheckpointError(f"{path} has format version {extra['version']}; this zeropage reads up to {_VERSION}")
     return extra
 
 
@@ -192,9 +190,7 @@ def _check_optimizer(engine: Engine, sharded: ShardedOptimizer, extra: dict[str,
     for index, (there, mine) in enumerate(zip(saved, here, strict=True)):
         if there["params"] != mine["params"]:
             odd = sorted(set(there["params"]) ^ set(mine["params"])) or ["their order"]
-            raise CheckpointError(
-                f"optimizer group {index} of {path} holds other parameters: {', '.join(odd[:8])}"
-            )
+            raise CheckpointError(f"optimizer group {index} of {path} holds other parameters: {', '.join(odd[:8])}")
 
 
 def _empty_optimizer(

@@ -109,9 +109,7 @@ def _key(func: OpOverload, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Has
     return (func, frozen, *sorted(kwargs.items())) if kwargs else (func, frozen)
 
 
-def _new_view(
-    node: Node, func: OpOverload, rest: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Node | tuple[Node, ...]:
+def _new_view(node: Node, func: OpOverload, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | tuple[Node, ...]:
     spec = node.spec
     made = func(spec.meta(), *rest, **kwargs)
     if isinstance(made, (list, tuple)):
@@ -120,9 +118,7 @@ def _new_view(
             for i, part in enumerate(made)
         )
     in_order = node.in_order and func in _ORDER_KEEPING and _is_dense(spec) and not spec.dtype.is_complex
-    return ViewNode(
-        node, Spec.of(made, spec.device), lambda base: func(base, *rest, **kwargs), in_order=in_order
-    )
+    return ViewNode(node, Spec.of(made, spec.device), lambda base: func(base, *rest, **kwargs), in_order=in_order)
 
 
 def _is_dense(spec: Spec) -> bool:
@@ -145,18 +141,14 @@ def _cast(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dic
             return made
     node = source._node
     if func is aten._conj.default:
-        return _copy_node(
-            cls, node, torch.conj_physical, Spec.of(torch.empty_like(node.spec.meta()), node.spec.device)
-        )
+        return _copy_node(cls, node, torch.conj_physical, Spec.of(torch.empty_like(node.spec.meta()), node.spec.device))
     if func is aten._neg_view.default:
         return _copy_node(cls, node, torch.neg, Spec.of(torch.empty_like(node.spec.meta()), node.spec.device))
     options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking", "layout")}
     if _changes_more_than_dtype(kwargs, node.spec):
         return _read(func, args, kwargs)
     meta = func(node.spec.meta(), **options)
-    return _copy_node(
-        cls, node, lambda base: aten._to_copy.default(base, **options), Spec.of(meta, node.spec.device)
-    )
+    return _copy_node(cls, node, lambda base: aten._to_copy.default(base, **options), Spec.of(meta, node.spec.device))
 
 
 def _changes_more_than_dtype(kwargs: dict[str, Any], spec: Spec) -> bool:
@@ -170,9 +162,7 @@ def _changes_more_than_dtype(kwargs: dict[str, Any], spec: Spec) -> bool:
     )
 
 
-def _copy_node(
-    cls: type[Paged], node: Node, convert: Callable[[torch.Tensor], torch.Tensor], spec: Spec
-) -> Paged:
+def _copy_node(cls: type[Paged], node: Node, convert: Callable[[torch.Tensor], torch.Tensor], spec: Spec) -> Paged:
     return wrap(cls, CastNode(node, spec, convert))
 
 

@@ -32,9 +32,7 @@ __all__ = [
 OWN_ATTRIBUTES = frozenset({"_node", "_parameter", "_record", "_life", "_addressed"})
 
 
-def dense_spec(
-    tensor: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
-) -> Spec:
+def dense_spec(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Spec:
     """The metadata of a page for `tensor`: its strides if they are dense, else row-major; no offset."""
     like = torch.empty_like(Spec.of(tensor, torch.device("cpu")).meta())  # keeps dense strides
     return Spec(
@@ -43,9 +41,7 @@ def dense_spec(
     )  # fmt: skip
 
 
-def page_in_place(
-    parameter: nn.Parameter, pager: Pager, name: str, cls: type[Paged], page: Page | None = None
-) -> None:
+def page_in_place(parameter: nn.Parameter, pager: Pager, name: str, cls: type[Paged], page: Page | None = None) -> None:
     """Make `parameter` paged, as the same object (collective). All ranks take the first rank's values.
 
     A given `page` holds the values already (parameters that share storage share a page).
@@ -113,11 +109,7 @@ def _page_for(value: torch.Tensor, old: Page) -> Page:
     node = value._node
     if isinstance(node, Page):
         return node
-    if (
-        isinstance(node, CastNode)
-        and isinstance(node.source, Page)
-        and node.source.spec.shape == node.spec.shape
-    ):
+    if isinstance(node, CastNode) and isinstance(node.source, Page) and node.source.spec.shape == node.spec.shape:
         source = node.source  # every rank converts its own slice
         page = pager.new_page(old.name, source.spec._replace(dtype=node.spec.dtype))
         with torch.no_grad(), pager.writing([page], f"convert {old.name} to {page.dtype}"):
@@ -210,9 +202,7 @@ def _check(parameter: torch.Tensor, name: str) -> None:
             f"{name!r} is {parameter.layout}; only dense parameters can be sharded. Keep it as a buffer."
         )
     if not parameter.is_leaf:
-        raise AdoptionError(
-            f"{name!r} is the result of an operator, not a leaf; shard before computing with it."
-        )
+        raise AdoptionError(f"{name!r} is the result of an operator, not a leaf; shard before computing with it.")
 
 
 def _class_for(cls: type[Paged], original: type) -> type[Paged]:

@@ -152,9 +152,7 @@ class PagedTensor(Paged):
     def numpy(self, *, force: bool = False) -> np.ndarray:  # type: ignore[override]
         """A read-only copy. Writing to it would be lost, so numpy refuses."""
         if self.requires_grad and not force:
-            raise RuntimeError(
-                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
-            )
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         array = self._full().clone().numpy()
         array.flags.writeable = False
         return array
@@ -244,8 +242,7 @@ class PagedTensor(Paged):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
-            for box, _ in self._whole_page().boxes()
+            ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box, _ in self._whole_page().boxes()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

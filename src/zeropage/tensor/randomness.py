@@ -29,9 +29,7 @@ def of_first_rank(pager: Pager, *, enabled: bool) -> Iterator[None]:
     if all(mark == marks[0] for mark in marks):
         yield
         return
-    first = pager.transport.meet(
-        "take the first rank's random state", raw if pager.transport.rank == 0 else b""
-    )[0]
+    first = pager.transport.meet("take the first rank's random state", raw if pager.transport.rank == 0 else b"")[0]
     torch.set_rng_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
     try:
         yield

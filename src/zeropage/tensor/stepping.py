@@ -37,9 +37,7 @@ def on_slices(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs:
         return NotImplemented
     node = leader._node
     options = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    made = func(
-        *rebuild(args, lambda tensor: cut(tensor, node)), **rebuild(options, lambda tensor: cut(tensor, node))
-    )
+    made = func(*rebuild(args, lambda tensor: cut(tensor, node)), **rebuild(options, lambda tensor: cut(tensor, node)))
     return _page_like(cls, node, made) if isinstance(made, torch.Tensor) else NotImplemented
 
 
@@ -55,9 +53,7 @@ def _leader(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Paged | None:
     return leader if torch.broadcast_shapes(*shapes) == leader.shape else None
 
 
-def _foreach_on_slices(
-    cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _foreach_on_slices(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0]
     if not all(can_slice(tensor) for tensor in first):
         return NotImplemented
@@ -68,7 +64,5 @@ def _foreach_on_slices(
 
 def _page_like(cls: type[Paged], node: Node, shard: torch.Tensor) -> Paged:
     spec = Spec(node.spec.shape, node.spec.stride, 0, None, shard.dtype, torch.strided, shard.device)
-    page: Page = node.page.pager.private_page(
-        f"a result inside {node.page.name}'s optimizer step", spec, shard
-    )
+    page: Page = node.page.pager.private_page(f"a result inside {node.page.name}'s optimizer step", spec, shard)
     return wrap(cls, page)

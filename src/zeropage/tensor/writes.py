@@ -71,9 +71,7 @@ def _result(func: OpOverload, written: list[Any], made: Any) -> Any:
         return None
     if len(places) == 1:
         return made if places[0] is None else written[places[0]]
-    return tuple(
-        part if place is None else written[place] for part, place in zip(made, places, strict=True)
-    )
+    return tuple(part if place is None else written[place] for part, place in zip(made, places, strict=True))
 
 
 def _keeps_size(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -42,9 +42,7 @@ def open_transport(config: Config, group: Group, *, on_cpu: bool) -> Transport:
     if reason is None and not group.on_one_host():
         reason = "the ranks run on different hosts"
     if reason is not None:
-        raise TransportUnavailableError(
-            f"transport='shared' cannot run here: {reason}; use 'auto' or 'collective'"
-        )
+        raise TransportUnavailableError(f"transport='shared' cannot run here: {reason}; use 'auto' or 'collective'")
     return SharedTransport(group, config.timeout_s, deterministic=config.deterministic)
 
 

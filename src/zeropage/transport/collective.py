@@ -37,9 +37,7 @@ class CollectiveTransport:
     def private(self, shard: torch.Tensor, layout: Layout) -> Store:
         return self._rounds.private(shard, layout)
 
-    def accumulator(
-        self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device
-    ) -> RoundAccumulator:
+    def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> RoundAccumulator:
         return self._rounds.accumulator(name, layout, dtype, device, _check_of(name))
 
     def settle(self) -> None:

@@ -142,9 +142,7 @@ class Control:
 
     def _where(self, peer: int) -> str:
         met = self.arrived(peer)
-        return (
-            f"it last met the others for {self._text(peer, met % 2)!r}" if met else "it never met the others"
-        )
+        return f"it last met the others for {self._text(peer, met % 2)!r}" if met else "it never met the others"
 
     def _here(self) -> str:
         return f"rank {self.rank} waits in {self._doing or 'a read'!r}"

@@ -62,9 +62,7 @@ class LocalTransport:
     def private(self, shard: torch.Tensor, layout: Layout) -> Store:
         return Store(0, 0, layout, shard, whole=shard)
 
-    def accumulator(
-        self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device
-    ) -> LocalAccumulator:
+    def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> LocalAccumulator:
         return LocalAccumulator(self.private(allocate(0, dtype, device), layout), device, dtype)
 
     def settle(self) -> None:

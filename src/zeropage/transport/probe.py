@@ -71,9 +71,7 @@ def probe_collective() -> TransportVerdict:
     wanted = ("nccl", "gloo") if torch.cuda.is_available() else ("gloo",)
     usable = [name for name in wanted if name in found]
     if not dist.is_available():
-        return TransportVerdict(
-            "collective", can_run=False, reason="this torch was built without distributed"
-        )
+        return TransportVerdict("collective", can_run=False, reason="this torch was built without distributed")
     if not usable:
         return TransportVerdict(
             "collective", can_run=False, reason=f"this torch has none of the backends {', '.join(wanted)}"

@@ -72,9 +72,7 @@ class _Traffic:
 class RoundAccumulator:
     """A gradient sum whose parts arrive in rounds; each rank sees every header, so all know who added."""
 
-    def __init__(
-        self, name: str, store: Store, rounds: Rounds, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, name: str, store: Store, rounds: Rounds, dtype: torch.dtype, device: torch.device) -> None:
         self.store = store
         self._name, self._rounds, self._dtype, self._device = name, rounds, dtype, device
         self._content = -1
@@ -146,9 +144,7 @@ class Rounds:
     def accumulator(
         self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device, check: int
     ) -> RoundAccumulator:
-        made = RoundAccumulator(
-            name, self.private(allocate(0, dtype, device), layout, check), self, dtype, device
-        )
+        made = RoundAccumulator(name, self.private(allocate(0, dtype, device), layout, check), self, dtype, device)
         self._sums[made.store.uid] = made
         return made
 
@@ -237,9 +233,7 @@ class Rounds:
                 else:
                     self._receive(traffic, part, owner)
 
-    def _serve_add(
-        self, traffic: _Traffic, rank: int, request: _Request, gradient: torch.Tensor | None
-    ) -> None:
+    def _serve_add(self, traffic: _Traffic, rank: int, request: _Request, gradient: torch.Tensor | None) -> None:
         target = self._sums[request.pages[0][0]]
         layout = target.store.layout
         low, high = layout.bounds(self.rank)
@@ -305,8 +299,7 @@ class Rounds:
         """Everybody's bytes, by rank; `sizes` are known to all, a size of zero sends nothing."""
         with torch.inference_mode(False):
             found = [
-                mine if r == self.rank else torch.empty(n, dtype=torch.uint8, device="cpu")
-                for r, n in enumerate(sizes)
+                mine if r == self.rank else torch.empty(n, dtype=torch.uint8, device="cpu") for r, n in enumerate(sizes)
             ]
         works = []
         for peer in self._peers:

@@ -47,9 +47,7 @@ class SharedAccumulator:
         self._block = block
         assert store.whole is not None
         self._slices = [store.whole[slice(*store.layout.bounds(r))] for r in range(store.layout.world)]
-        self._marks = [
-            (ctypes.c_uint64 * 8).from_buffer(block.buffer, r * _LINE) for r in range(store.layout.world)
-        ]
+        self._marks = [(ctypes.c_uint64 * 8).from_buffer(block.buffer, r * _LINE) for r in range(store.layout.world)]
 
     def add(self, gradient: torch.Tensor, scale: float, epoch: int) -> None:
         transport, layout = self._transport, self.store.layout
@@ -120,9 +118,7 @@ class SharedTransport:
         self._in_backward = False
         self._closed = False
         self._lock_file = self._open_control(group)
-        self._control = Control(
-            SharedBlock(self._lock_file, BLOCK * self.world), self.rank, self.world, timeout_s
-        )
+        self._control = Control(SharedBlock(self._lock_file, BLOCK * self.world), self.rank, self.world, timeout_s)
         self.meet("start")
 
     def _open_control(self, group: Group) -> int:
@@ -142,13 +138,9 @@ class SharedTransport:
     def private(self, shard: torch.Tensor, layout: Layout) -> Store:
         return self._rounds.private(shard, layout)
 
-    def accumulator(
-        self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device
-    ) -> SharedAccumulator:
+    def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> SharedAccumulator:
         head = _LINE * self.world
-        block = self._map(
-            f"gradient of {name}: {layout.numel} x {dtype}", head + layout.numel * dtype.itemsize
-        )
+        block = self._map(f"gradient of {name}: {layout.numel} x {dtype}", head + layout.numel * dtype.itemsize)
         store = self._store(layout, block.tensor(dtype, layout.numel, head), block)
         return SharedAccumulator(name, store, block, self)
 
