@@ -7,13 +7,14 @@ parameter's worth of memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # in no __all__
 
 from zeropage.config import Config
 from zeropage.errors import AdoptionError, OutOfMemoryError
@@ -144,11 +145,11 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
         if key is not None:
             size = parameter.element_size()
             low = parameter.storage_offset() * size
-            high = low + (1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))) * size
-            ranges.setdefault(key[0], []).append((low, high, key, name))
+            last = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+            ranges.setdefault(key[0], []).append((int(low), int(low + (last + 1) * size), key, name))
     for parts in ranges.values():
         parts.sort(key=lambda part: part[:2])
-        for one, other in zip(parts, parts[1:], strict=False):
+        for one, other in pairwise(parts):
             if one[2] != other[2] and other[0] < one[1]:
                 raise AdoptionError(
                     f"{one[3]!r} and {other[3]!r} share a part of one storage; give each a copy of its own "

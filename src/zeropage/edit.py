@@ -184,7 +184,7 @@ class gather(Edits):
 
 
 def _bytes_of(memory: torch.Tensor) -> memoryview:
-    return memoryview(memory.cpu().view(torch.uint8).numpy()) if memory.numel() else memoryview(b"")
+    return memory.cpu().view(torch.uint8).numpy().data if memory.numel() else memoryview(b"")
 
 
 def _pages_of(params: object) -> Iterator[Page]:
@@ -214,7 +214,7 @@ def resident(module: nn.Module) -> Iterator[nn.Module]:
     standing: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in list(child._parameters.items()):
-            if isinstance(parameter, PagedTensor):
+            if parameter is not None and isinstance(parameter, PagedTensor):
                 places.append((child, name, parameter))
                 if id(parameter) not in standing:
                     standing[id(parameter)] = _plain_parameter(parameter)
@@ -222,8 +222,8 @@ def resident(module: nn.Module) -> Iterator[nn.Module]:
     try:
         yield module
     finally:
-        for child, name, parameter in places:
-            child._parameters[name] = parameter
+        for child, name, original in places:
+            child._parameters[name] = original  # type: ignore[assignment]  # torch takes it for a Parameter
 
 
 def _plain_parameter(parameter: PagedTensor) -> nn.Parameter:

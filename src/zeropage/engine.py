@@ -162,7 +162,7 @@ class Engine:
         self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
         scaled = loss if factor == 1.0 else loss * factor
-        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        scaled.backward(retain_graph=retain_graph)
         for pager in self._pagers:
             pager.transport.end_backward()
 

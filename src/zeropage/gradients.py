@@ -24,7 +24,7 @@ from zeropage.transport import Accumulator
 __all__ = ["GradientPage", "Gradients", "Record"]
 
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_real_grad = torch.Tensor.grad
+_real_grad: Any = torch.Tensor.grad  # the slot that autograd itself fills
 
 
 class GradientPage(Page):
@@ -157,7 +157,7 @@ class Record:
         gradient = _real_grad.__get__(parameter)
         if gradient is None:  # a custom Function may return None
             return
-        _real_grad.__set__(parameter, None)  # type: ignore[attr-defined]
+        _real_grad.__set__(parameter, None)
         self.contribute(gradient)
 
     def contribute(self, gradient: torch.Tensor) -> None:

@@ -37,8 +37,8 @@ class WeakHook:
 def register(registry: Callable[[Any], RemovableHandle], method: Callable[..., None]) -> RemovableHandle:
     """Register a bound method, held weakly, with one of torch's global registries."""
     handle = registry(WeakHook(method))
-    hooks = handle.hooks_dict_ref()
-    for key, hook in list(hooks.items()) if hooks is not None else []:
+    hooks: Any = handle.hooks_dict_ref()
+    for key, hook in list(hooks.items()):
         if isinstance(hook, WeakHook) and hook.dead:
             del hooks[key]
     return handle

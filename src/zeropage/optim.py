@@ -133,7 +133,8 @@ class ShardedOptimizer:
         working = {parameter: self._working(parameter) for parameter in stepped}
         groups = [group["params"] for group in optimizer.param_groups]
         state = optimizer.state
-        inner: Any = defaultdict(dict, {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)})
+        others: dict[Any, Any] = dict(state)  # state that belongs to no parameter stays in sight
+        inner: Any = defaultdict(dict, {k: v for k, v in others.items() if not isinstance(k, torch.Tensor)})
         for parameter, tensor in working.items():
             if parameter in state:
                 inner[tensor] = {key: self._inward(value, parameter, key) for key, value in state[parameter].items()}

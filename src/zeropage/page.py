@@ -51,7 +51,7 @@ class Spec(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor, device: torch.device | None = None) -> Spec:
         return Spec(
-            tensor.shape, tensor.stride(), tensor.storage_offset(), None,
+            tensor.shape, tensor.stride(), int(tensor.storage_offset()), None,
             tensor.dtype, torch.strided, tensor.device if device is None else device,
         )  # fmt: skip
 

@@ -309,17 +309,18 @@ def test_6_kept_arguments_are_not_overwritten() -> None:
         convolution = torch.ops.mkldnn_prepacked.conv2d_prepack(
             model.w2.detach(), model.w1.detach(), [1, 1], [1, 1], [1, 1], 1, [1, 8, 6, 6], "none"
         )
-        kept = torch.empty(0).set_(model.w0.detach())
         for _ in range(3):  # frames come and go
             (model.w0.sum() + model.w1.sum() + model.w2.sum()).item()
         image = torch.quantize_per_tensor(inputs(2, 8), 0.1, 0, torch.quint8)
         outputs.append([
             torch.ops.quantized.linear(image, packed, 0.1, 0).dequantize(),
             torch.ops.mkldnn_prepacked.conv2d_run(inputs(1, 8, 6, 6), convolution),
-            kept.clone(),
         ])  # fmt: skip
     for one, other in zip(*outputs, strict=True):
         assert torch.equal(one, other)
+    with pytest.raises(zp.errors.UnsupportedOperationError, match="w0"):
+        torch.empty(0).set_(paged.w0.detach())
+    assert torch.empty(0).resize_as_(paged.w0.detach()).shape == (8, 8)
 
 
 def test_6_undeclared_aliases_are_not_overwritten() -> None:
@@ -403,6 +404,28 @@ def test_8_raw_pointers_give_values_or_errors() -> None:
     for refused in (lambda: detached.resize_(2), lambda: detached.set_(torch.ones(2)), lambda: detached.t_()):
         with pytest.raises(zp.errors.UnsupportedOperationError, match="w0"):
             refused()
+
+
+# -- 9. torch.compile: a weight is a graph break, never a wrong number
+
+
+def test_9_compiled_models_give_the_same_numbers() -> None:
+    plain, paged = pair(lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
+    for model in (plain, paged):
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            compiled(inputs(2, 4)).square().sum().backward()
+    assert_same_gradients(plain, paged)
+    torch._dynamo.reset()
+
+
+def test_9_resident_parameters_compile_as_one_graph() -> None:
+    plain, paged = pair(lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
+    plain(inputs(2, 4)).square().sum().backward()
+    with zp.resident(paged):
+        torch.compile(paged, backend="eager", fullgraph=True)(inputs(2, 4)).square().sum().backward()
+    assert_same_gradients(plain, paged)
+    torch._dynamo.reset()
 
 
 # -- 10. inference mode

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zeropage.errors import CheckpointError
@@ -63,7 +65,7 @@ def save_checkpoint(
         }
     )
     with torch.no_grad():
-        dcp.save(state, checkpoint_id=folder / tag, no_dist=engine.pagers[0].transport.world == 1)
+        save(state, checkpoint_id=folder / tag, no_dist=engine.pagers[0].transport.world == 1)
     if engine.pagers[0].transport.rank == 0:
         _point(folder, tag)
     engine.pagers[0].transport.meet(f"saved {tag}")
@@ -76,7 +78,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_on
     path = folder / tag
     if not (path / ".metadata").exists():
         raise CheckpointError(f"{path} is not a checkpoint: it has no .metadata file")
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     extra = _read_extra(path, metadata)
     _check_model(engine, metadata, path)
@@ -155,7 +157,7 @@ def _load(state: dict[str, Any], path: Path, *, alone: bool) -> None:
     with warnings.catch_warnings():
         # to read alone is the intent here; torch warns that it takes it for one
         warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable)", category=UserWarning)
-        dcp.load(state, checkpoint_id=path, no_dist=alone)
+        load(state, checkpoint_id=path, no_dist=alone)
 
 
 def _read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:

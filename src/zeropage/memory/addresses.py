@@ -64,11 +64,11 @@ class Addresses:
         known = self._copies.get(page)
         if known is None or known[0] != version:
             return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(known[1].cdata)  # type: ignore[attr-defined]
+        storage = torch.UntypedStorage._new_with_weak_ptr(known[1].cdata)
         if storage is None:
             return None
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=dtype).set_(storage)  # type: ignore[call-overload, no-any-return]
+            return torch.empty(0, dtype=dtype).set_(storage)
 
     def keep_copy(self, page: object, version: int, values: torch.Tensor) -> None:
         self._copies[page] = (version, StorageWeakRef(values.untyped_storage()))

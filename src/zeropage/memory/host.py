@@ -12,7 +12,7 @@ from zeropage.memory.limits import cgroup_available, machine_available
 __all__ = ["Store", "allocate", "available_bytes", "holders"]
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class Store:
     """The memory behind a page.
 
@@ -53,4 +53,4 @@ def available_bytes() -> int:
 def holders(memory: torch.Tensor) -> int:
     """How many tensors share the storage of `memory`, itself among them."""
     storage = memory.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

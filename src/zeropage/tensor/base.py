@@ -11,7 +11,7 @@ from zeropage.page import Node
 __all__ = ["Paged", "wrap"]
 
 _make = torch.Tensor._make_wrapper_subclass
-_throw_on_pointer = torch._C._set_throw_on_mutable_data_ptr  # type: ignore[attr-defined]
+_throw_on_pointer = torch._C._set_throw_on_mutable_data_ptr
 _P = TypeVar("_P", bound="Paged")
 
 

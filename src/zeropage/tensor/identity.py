@@ -57,7 +57,7 @@ def page_in_place(parameter: nn.Parameter, pager: Pager, name: str, cls: type[Pa
     wrapper: Any = wrap(_class_for(cls, type(parameter)), page, parameter.requires_grad)
     _exchange(parameter, wrapper, name)
     parameter.__dict__["_node"] = page
-    parameter._is_param = True  # type: ignore[attr-defined]  # adopted here
+    parameter._is_param = True  # adopted here
     if gradient is not None:
         parameter.grad = gradient
 
@@ -140,8 +140,8 @@ def duplicate(tensor: Paged) -> Paged:
             page.own().copy_(source.own())
         page.written = source.written
     made = wrap(type(tensor), page, tensor.requires_grad)
-    if tensor._is_param:  # type: ignore[attr-defined]
-        made._is_param = True  # type: ignore[attr-defined]
+    if tensor._is_param:
+        made._is_param = True
     return made
 
 
@@ -227,18 +227,18 @@ def _exchange(parameter: torch.Tensor, wrapper: Paged, name: str) -> None:
             f"{name!r} is held by a graph (a loss computed from it is alive, or it was used in a way that torch "
             "remembers). Shard the model before the first forward, or drop what was computed with it."
         )
-    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    parameter.__class__, wrapper.__class__ = wrapper.__class__, parameter.__class__  # type: ignore[assignment]
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    parameter.__class__, wrapper.__class__ = wrapper.__class__, parameter.__class__
     parameter.__dict__.clear()
-    torch._C._swap_tensor_impl(parameter, wrapper)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(parameter, wrapper)
     parameter.__dict__.update(attributes)
     needed = parameter.requires_grad
     if any(hooks) and _differentiable(parameter.dtype):
         parameter.requires_grad_(True)
-    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
     if hooks[0] is not None:
         parameter._backward_hooks = hooks[0]
     if hooks[1] is not None:
-        parameter._post_accumulate_grad_hooks = hooks[1]  # type: ignore[attr-defined]
+        parameter._post_accumulate_grad_hooks = hooks[1]
     if any(hooks):
         parameter.requires_grad_(needed)

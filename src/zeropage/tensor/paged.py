@@ -25,8 +25,8 @@ from zeropage.tensor.trees import plain
 
 __all__ = ["PagedTensor"]
 
-_real_grad = torch.Tensor.grad
-_real_data = torch.Tensor.data
+_real_grad: Any = torch.Tensor.grad  # the slots of the C++ side
+_real_data: Any = torch.Tensor.data
 
 
 class PagedTensor(Paged):
@@ -111,7 +111,7 @@ class PagedTensor(Paged):
     # -- gradient and data
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The gradient summed over micro-batches and averaged over ranks (paged), or None.
 
         Raises:
@@ -126,7 +126,7 @@ class PagedTensor(Paged):
     def grad(self, value: torch.Tensor | None) -> None:
         record = self.__dict__.get("_record")
         if record is None:
-            _real_grad.__set__(self, value)  # type: ignore[attr-defined]
+            _real_grad.__set__(self, value)
         else:
             record.assign_gradient(value)
 
@@ -135,7 +135,7 @@ class PagedTensor(Paged):
         self.grad = None
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The same page without autograd, as in torch: writes to it show in this tensor."""
         return _real_data.__get__(self)  # type: ignore[no-any-return]
 
@@ -149,7 +149,7 @@ class PagedTensor(Paged):
         """The full values: not to be written, not to be kept over a write of the page."""
         return plain(self.detach())  # type: ignore[no-any-return]
 
-    def numpy(self, *, force: bool = False) -> np.ndarray:  # type: ignore[override]
+    def numpy(self, *, force: bool = False) -> np.ndarray:
         """A read-only copy. Writing to it would be lost, so numpy refuses."""
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
@@ -157,7 +157,7 @@ class PagedTensor(Paged):
         array.flags.writeable = False
         return array
 
-    def __array__(self, dtype: Any = None) -> np.ndarray:  # type: ignore[override]
+    def __array__(self, dtype: Any = None) -> np.ndarray:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -177,10 +177,10 @@ class PagedTensor(Paged):
     def storage(self) -> Any:
         return identity.addressed(self).storage()
 
-    def __dlpack__(self, **options: Any) -> Any:  # type: ignore[override]
+    def __dlpack__(self, **options: Any) -> Any:
         return self._full().clone().__dlpack__(**options)
 
-    def __dlpack_device__(self) -> Any:  # type: ignore[override]
+    def __dlpack_device__(self) -> Any:
         return torch.empty(0, device=self.device).__dlpack_device__()
 
     def share_memory_(self) -> Any:
@@ -189,7 +189,7 @@ class PagedTensor(Paged):
             "the other process."
         )
 
-    def pin_memory(self, device: Any = None) -> torch.Tensor:  # type: ignore[override]
+    def pin_memory(self, device: Any = None) -> torch.Tensor:
         return self._full().pin_memory()
 
     # -- copies

@@ -45,7 +45,7 @@ def write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     rule = write_rule(func)
     written = [target.of(args, kwargs) for target in targets(func)]
     paged = paged_in(written)
-    if rule is WriteRule.REFUSE:
+    if rule is WriteRule.REFUSE and (paged or func.overloadpacket is aten.set_):
         if _keeps_size(func, args, kwargs):  # what many operators do to their out= first
             return args[0]
         raise _refusal(func, paged or paged_in([args, kwargs]))
@@ -84,7 +84,7 @@ def _keeps_size(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _refusal(func: OpOverload, paged: Sequence[Paged]) -> UnsupportedOperationError:
     names = ", ".join(repr(tensor._node.page.name) for tensor in paged)
     return UnsupportedOperationError(
-        f"{func._schema.name} would change the shape or the storage of {names} in place, which a sharded "
+        f"{func._schema.name} would change or share the shape or storage of {names}, which a sharded "
         "parameter cannot follow. Assign a new value (p.data = t), or use the out-of-place operator."
     )
 

@@ -22,7 +22,7 @@ def open_transport(config: Config, group: Group, *, on_cpu: bool) -> Transport:
     Raises:
         TransportUnavailableError: the named transport cannot run here; says why.
     """
-    wanted = config.transport
+    wanted: str = config.transport
     if wanted == "auto":
         wanted = _choose(group, on_cpu=on_cpu)
     if wanted == "local":

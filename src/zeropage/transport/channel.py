@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,14 +35,15 @@ class HostChannel:
 
     def __init__(self, group: Group, timeout_s: float) -> None:
         name = group.broadcast(uuid.uuid4().hex)
-        store = dist.PrefixStore(f"zeropage/{name}", dist.distributed_c10d._get_default_store())
-        self._backend = dist.ProcessGroupGloo(store, group.rank, group.world, timedelta(seconds=timeout_s))
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"zeropage/{name}", dist.distributed_c10d._get_default_store())
+        self._backend: Any = dist.ProcessGroupGloo(store, group.rank, group.world, timedelta(seconds=timeout_s))
 
     def send(self, data: torch.Tensor, peer: int) -> dist.Work:
-        return self._backend.send([data], peer, 0)
+        return self._backend.send([data], peer, 0)  # type: ignore[no-any-return]
 
     def receive(self, into: torch.Tensor, peer: int) -> dist.Work:
-        return self._backend.recv([into], peer, 0)
+        return self._backend.recv([into], peer, 0)  # type: ignore[no-any-return]
 
 
 class DeviceChannel:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 from zeropage.errors import DivergenceError, PeerLostError, PeerTimeoutError
@@ -77,8 +78,7 @@ class Control:
         self._mine[_Word.MET] = number
         self._doing = intent
         for peer in self._others:
-            words = self._words[peer]
-            self.wait(lambda words=words: words[_Word.MET] >= number, peer)
+            self.wait(partial(self._has_reached, peer, _Word.MET, number), peer)
         self._doing = ""
         intents = [self._text(peer, number % 2) for peer in range(self.world)]
         if any(other != intents[0] for other in intents):
@@ -96,9 +96,11 @@ class Control:
     def settle(self) -> None:
         batch = self._batch
         for peer in self._others:
-            words = self._words[peer]
-            if words[_Word.DONE] < batch:
-                self.wait(lambda words=words: words[_Word.DONE] >= batch, peer)
+            if self._words[peer][_Word.DONE] < batch:
+                self.wait(partial(self._has_reached, peer, _Word.DONE, batch), peer)
+
+    def _has_reached(self, peer: int, word: _Word, number: int) -> bool:
+        return bool(self._words[peer][word] >= number)
 
     def publish_ended(self, number: int) -> None:
         self._mine[_Word.ENDED] = number

@@ -85,8 +85,8 @@ def _start(timeout_s: float) -> bool:
     else:
         for rank_name, world_name in _LAUNCHERS[:1]:
             if rank_name in os.environ or world_name in os.environ:
-                missing = world_name if rank_name in os.environ else rank_name
-                raise ConfigError(f"{missing} is not set in the environment although its partner is; use torchrun")
+                partner = world_name if rank_name in os.environ else rank_name
+                raise ConfigError(f"{partner} is not set in the environment although its partner is; use torchrun")
         return False
     rank, world = int(os.environ[rank_name]), int(os.environ[world_name])
     if world == 1 and "MASTER_ADDR" not in os.environ:

@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import partial
 
 import torch
 
@@ -240,25 +241,23 @@ class SharedTransport:
         turn, control = self._turn, self._control
         if self._deterministic:
             for peer in range(self.world):
-                if peer == self.rank:
-                    continue
-                needed = turn + 1 if peer < self.rank else turn
-                line = marks[peer]
-                if line[_Mark.TURN] < needed and control.ended(peer) < needed:
-                    control.wait(
-                        lambda line=line, peer=peer, needed=needed: (
-                            line[_Mark.TURN] >= needed or control.ended(peer) >= needed
-                        ),
-                        peer,
-                    )
+                if peer != self.rank:
+                    needed = turn + 1 if peer < self.rank else turn
+                    control.wait(partial(self._has_passed, marks[peer], peer, needed), peer)
         return turn
+
+    def _has_passed(self, line: ctypes.Array[ctypes.c_uint64], peer: int, needed: int) -> bool:
+        return bool(line[_Mark.TURN] >= needed or self._control.ended(peer) >= needed)
 
     def await_gradients(self) -> None:
         self.end_backward()
         control, number = self._control, self._turn
         for peer in range(self.world):
-            if peer != self.rank and control.ended(peer) < number:
-                control.wait(lambda peer=peer: control.ended(peer) >= number, peer)
+            if peer != self.rank:
+                control.wait(partial(self._has_ended, peer, number), peer)
+
+    def _has_ended(self, peer: int, number: int) -> bool:
+        return self._control.ended(peer) >= number
 
     def lock(self, number: int) -> _ByteLock:
         return _ByteLock(self._lock_file, number)
