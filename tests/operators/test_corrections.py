@@ -111,10 +111,10 @@ def listed(views: Any) -> list[Tensor]:
 def test_2_conversions_stay_paged() -> None:
     plain = nn.Linear(6, 8)
     paged = zp.shard(copy.deepcopy(plain), CONFIG)
-    identities = [id(parameter) for parameter in paged.parameters()]
+    state = {name: value + 1 for name, value in plain.state_dict().items()}
     for convert in (
         lambda model: model.to(torch.bfloat16), lambda model: model.float(), lambda model: model.to("cpu"),
-        lambda model: model.load_state_dict({k: v + 1 for k, v in plain.state_dict().items()}, assign=True),
+        lambda model: model.load_state_dict(copy.deepcopy(state), assign=True),
         lambda model: model.double(),
     ):  # fmt: skip
         convert(plain)
@@ -122,7 +122,6 @@ def test_2_conversions_stay_paged() -> None:
         for one, other in zip(plain.parameters(), paged.parameters(), strict=True):
             assert zp.is_paged(other) and isinstance(other, nn.Parameter)
             assert torch.equal(one.detach(), zp.full(other))
-    assert len(set(identities)) == 2
     paged(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
     assert paged.weight.grad.dtype is torch.float64
 
@@ -290,6 +289,7 @@ def test_10_results_are_paged_inside_a_step_only() -> None:
     _, parameter = weight(6, 8)
     with torch.no_grad():
         assert not any(kinds(parameter).values())
+    parameter._node.page.pager.evict_all()
     optimizer = Looking([parameter])
     with pytest.warns(UserWarning, match="not elementwise"):
         optimizer.step()
