@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import math
 import random
 import sysconfig
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ SEQUENCES = 2  # of a micro-batch; a step takes one micro-batch for every rank o
 LENGTH = 128  # tokens of a sequence
 PEAK_LR = 2e-3
 WARMUP_STEPS = 5
-TEXT_CHARACTERS = 1_500_000
+TEXT_CHARACTERS = 1_000_000
 
 
 def load_teacher(out: Path) -> nn.Module:
@@ -79,9 +81,10 @@ def prepare(out: Path, text: Path | None) -> None:
     if not (out / "teacher").exists():
         partial = out / "teacher.partial"
         unpacked = GgufConfig(dequantize=True)
-        teacher = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=file, dtype=torch.bfloat16, quantization_config=unpacked
-        )
+        with redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
+            teacher = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=file, dtype=torch.bfloat16, quantization_config=unpacked
+            )
         teacher.save_pretrained(partial)
         partial.rename(out / "teacher")
 

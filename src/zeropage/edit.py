@@ -65,7 +65,8 @@ class gather(Edits):
     """
 
     def __init__(self, params: object, writer: int | None = None) -> None:
-        self._pages = list(dict.fromkeys(_pages_of(params)))
+        # in an order that all ranks share: a set of parameters has another one in every process
+        self._pages = sorted(dict.fromkeys(_pages_of(params)), key=lambda page: (page.number, page.name))
         self._writer = writer
         self._current: tuple[Page, torch.Tensor] | None = None
         self._dirty = False
@@ -84,6 +85,9 @@ class gather(Edits):
             for page in self._pages:
                 page.settle_casts()
                 self._begin(page)
+            for pager in self._pagers():
+                # the writer may write where others read: they must have read what came before the block
+                pager.transport.meet(f"gather of {len(self._pages)} parameters, edited by rank {self._writer}")
         return self
 
     def __exit__(

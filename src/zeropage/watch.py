@@ -102,12 +102,10 @@ class Watcher:
         """Page the parameters of a lazy module when its first forward has given them shapes."""
         if not any(isinstance(p, UninitializedTensorMixin) for p in module.parameters(recurse=False)):
             return
-        me = weakref.ref(self)
 
         def materialised(module: nn.Module, inputs: Any) -> None:
-            watcher = me()
-            if watcher is not None:
-                watcher.page_module(module)
+            # holds the watcher: a model of lazy modules alone has no page yet that would
+            self.page_module(module)
             handle.remove()
 
         handle = module.register_forward_pre_hook(materialised)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from zeropage.errors import UnsupportedOperationError
 from zeropage.page import CastNode, Node, Spec, ViewNode
 from zeropage.tensor import stepping, writes
 from zeropage.tensor.base import Paged, wrap
-from zeropage.tensor.rules import Kind, careful, composite_kernel, direct, kind_of
-from zeropage.tensor.trees import any_paged, plain
+from zeropage.tensor.rules import STATISTICS, Kind, careful, composite_kernel, direct, kind_of
+from zeropage.tensor.slices import item_of
+from zeropage.tensor.trees import any_paged, paged_in, plain
 
 aten = torch.ops.aten
 
@@ -34,6 +36,8 @@ def handler_of(func: Any) -> tuple[Handler | None, Callable[..., Any]]:
     if not isinstance(func, OpOverload):
         return _higher_order, func
     kind = kind_of(func)
+    if func.overloadpacket in STATISTICS:
+        return _with_statistics, func
     if kind is Kind.READ and func._schema.name.startswith("aten::_foreach_"):
         return _foreach, func
     if kind is Kind.READ:
@@ -49,16 +53,29 @@ def _read(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return careful(func)(*plain(args), **plain(kwargs))
 
 
+def _with_statistics(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Batch norms write to their running statistics in training, which no schema tells."""
+    written = paged_in(args[3:5])
+    if written and args[5]:
+        raise UnsupportedOperationError(
+            f"{func._schema.name} would write running statistics to {written[0]._node.page.name!r}, differently on "
+            "each rank. Keep them as buffers, or train with training=False."
+        )
+    return _read(func, args, kwargs)
+
+
 def _foreach(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One tensor of the list at a time: all of them at once might be the whole model."""
-    if stepping.applies(args, kwargs):
+    stepping_now = stepping.applies(args, kwargs)
+    if stepping_now:
         made = stepping.on_slices(cls, func, args, kwargs)
         if made is not NotImplemented:
             return made
-    found = []
-    for index in range(len(args[0])):
-        one = [arg[index : index + 1] if isinstance(arg, (list, tuple)) else arg for arg in args]
-        found += _read(func, tuple(one), kwargs)
+    found, count = [], len(args[0])
+    for index in range(count):
+        one, options = item_of(args, index, count), item_of(kwargs, index, count)
+        made = stepping.on_slices(cls, func, one, options) if stepping_now else NotImplemented
+        found += _read(func, one, options) if made is NotImplemented else made
     return found
 
 

@@ -5,6 +5,8 @@ The rule: optimizers, hooks, attributes and references that held the parameter b
 
 from __future__ import annotations
 
+import sys
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -121,11 +123,20 @@ def _page_for(value: torch.Tensor, old: Page) -> Page:
 def _refuse_part_of_buffer(value: torch.Tensor, name: str) -> None:
     if value.device.type == "meta" or value.layout != torch.strided:
         return
-    if value.untyped_storage().nbytes() > value.numel() * value.element_size() and value.numel():
+    part = value.untyped_storage().nbytes() > value.numel() * value.element_size() and value.numel() > 0
+    if part and not _called_by(nn.utils.vector_to_parameters):
         raise UnsupportedOperationError(
             f"{name!r} was given a part of a larger buffer as its data; later writes to the buffer would not reach "
             "the sharded parameter. Assign a copy: p.data = t.clone()."
         )
+
+
+def _called_by(function: FunctionType) -> bool:
+    """Whether `function` is on the stack. (`vector_to_parameters` promises copies, and hands out parts of its vector.)"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def duplicate(tensor: Paged) -> Paged:

@@ -20,6 +20,7 @@ from zeropage.tensor.trees import tensors_in
 aten = torch.ops.aten
 
 __all__ = [
+    "STATISTICS",
     "Kind",
     "WriteRule",
     "careful",
@@ -78,6 +79,8 @@ _POINTWISE = {
     "copy_", "fill_", "zero_", "masked_fill_", "masked_fill", "eq_", "ne_", "lt_", "le_", "gt_", "ge_",
     "_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like", "empty_like",
 }  # fmt: skip
+# Arguments 3 and 4 are written if argument 5 is true, although no schema says so.
+STATISTICS = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 _REFUSED = ("set_", "resize_", "resize_as_", "as_strided_", "set_data", "_resize_output_")
 _DIRECT = {
     aten.mm.default: torch.mm,

@@ -10,7 +10,7 @@ from zeropage.page import CastNode, Node, Page
 from zeropage.tensor.base import Paged
 from zeropage.tensor.trees import plain
 
-__all__ = ["can_slice", "cut", "cut_lists", "same_cut"]
+__all__ = ["can_slice", "cut", "cut_lists", "item_of", "same_cut"]
 
 
 def can_slice(tensor: Any) -> bool:
@@ -70,3 +70,15 @@ def cut_lists(args: Any, likes: list[Node]) -> Any:
     if isinstance(args, dict):
         return {key: cut_one(value) for key, value in args.items()}
     return [cut_one(argument) for argument in args]
+
+
+def item_of(args: Any, index: int, count: int) -> Any:
+    """Arguments of an operator on lists of `count` items, for item `index` alone."""
+
+    def pick(argument: Any) -> Any:
+        is_list = isinstance(argument, (list, tuple)) and len(argument) == count
+        return argument[index : index + 1] if is_list else argument
+
+    if isinstance(args, dict):
+        return {key: pick(value) for key, value in args.items()}
+    return tuple(pick(argument) for argument in args)

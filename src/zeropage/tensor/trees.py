@@ -9,7 +9,7 @@ import torch
 
 from zeropage.tensor.base import Paged
 
-__all__ = ["any_paged", "paged_in", "plain", "rebuild", "tensors_in"]
+__all__ = ["any_paged", "numbers_in", "paged_in", "plain", "rebuild", "tensors_in"]
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
@@ -21,6 +21,17 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from tensors_in(item)
+
+
+def numbers_in(tree: Any) -> Iterator[complex]:
+    if isinstance(tree, (bool, int, float, complex)):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from numbers_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from numbers_in(item)
 
 
 def paged_in(tree: Any) -> list[Paged]:

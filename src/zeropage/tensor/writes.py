@@ -27,8 +27,8 @@ from zeropage.pager import Pager
 from zeropage.tensor import c10d, randomness
 from zeropage.tensor.base import Paged
 from zeropage.tensor.rules import WriteRule, careful, returned_targets, targets, write_rule
-from zeropage.tensor.slices import can_slice, cut, cut_lists
-from zeropage.tensor.trees import paged_in, plain, rebuild, tensors_in
+from zeropage.tensor.slices import can_slice, cut, cut_lists, item_of
+from zeropage.tensor.trees import numbers_in, paged_in, plain, rebuild, tensors_in
 
 aten = torch.ops.aten
 
@@ -36,6 +36,14 @@ __all__ = ["write"]
 
 # These give every element of the target a new value: what was there before does not matter.
 _OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}
+_DRAWS = {
+    aten.normal_, aten.uniform_, aten.exponential_, aten.bernoulli_, aten.random_, aten.log_normal_, aten.cauchy_,
+    aten.geometric_,
+}  # fmt: skip
+
+
+def _overwrites(func: OpOverload, target: Paged, kwargs: dict[str, Any]) -> bool:
+    return func._schema.name in _OVERWRITES or func.overloadpacket in _DRAWS or target is kwargs.get("out")
 
 
 def write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,12 +104,13 @@ def _write_pages(
     func: OpOverload, rule: WriteRule, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]
 ) -> Any:
     target = paged[0]
-    _require_values(func, rule, target)
+    _require_values(target, overwritten=_overwrites(func, target, kwargs))
     if rule is WriteRule.POINTWISE and len(paged) == 1 and can_slice(target) and _fits(args, kwargs, target):
         return _on_slices(func, args, kwargs, target)
     seen = paged_in([args, kwargs])
     overlapping = any(t._node.page is target._node.page and t is not target for t in seen)
-    gathers = rule is WriteRule.OTHER or overlapping or len(paged) > 1
+    reads = rule is WriteRule.RANDOM and not _overwrites(func, target, kwargs)  # may draw as its values say
+    gathers = rule is WriteRule.OTHER or overlapping or reads or len(paged) > 1
     return _on_copies(func, args, kwargs, paged, gathers=gathers, draws=rule is WriteRule.RANDOM)
 
 
@@ -113,13 +122,11 @@ def _fits(args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged) -> bool:
     return not operands or torch.broadcast_shapes(*operands) == target.shape
 
 
-def _require_values(func: OpOverload, rule: WriteRule, target: Paged) -> None:
+def _require_values(target: Paged, *, overwritten: bool) -> None:
     """A page without values can be overwritten as a whole, but not updated."""
     page = target._node.page
-    if page.written:
-        return
     whole = target._node.spec.shape.numel() == page.layout.numel
-    if not (whole and (func._schema.name in _OVERWRITES or rule is WriteRule.RANDOM)):
+    if not page.written and not (whole and overwritten):
         page.pager.fault(page)  # raises, naming the page
 
 
@@ -127,7 +134,7 @@ def _on_slices(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
     node = target._node
     page, pager = node.page, node.page.pager
     others = rebuild([args, kwargs], lambda t: t if t is target else cut(t, node))
-    with _batch(pager, [page], func, [args, kwargs], target):
+    with _batch(pager, [page], func, args, kwargs, target):
         own = page.own()
         ready = rebuild(others, lambda t: own if t is target else t)
         return func(*ready[0], **ready[1])
@@ -157,8 +164,7 @@ def _on_copies(
         return node.apply(node.page.shaped(copy))
 
     ready = rebuild([args, kwargs], replace)
-    operands = [t for t in tensors_in([args, kwargs]) if not isinstance(t, Paged)]
-    with _batch(pager, pages, func, operands, paged[0]):
+    with _batch(pager, pages, func, args, kwargs, paged[0]):
         with randomness.of_first_rank(pager, enabled=draws):
             made = careful(func)(*ready[0], **ready[1])
         _refuse_resized(func, (args, kwargs), ready)
@@ -201,15 +207,26 @@ def _write_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     """`_foreach_` and `_fused_` operators; their first list is a target."""
     first = args[0]
     if write_rule(func) is not WriteRule.POINTWISE or not all(can_slice(tensor) for tensor in first):
-        raise UnsupportedOperationError(
-            f"{func._schema.name} on {', '.join(repr(t._node.page.name) for t in paged[:3])} needs more than each "
-            "rank's slices; call the operator on one parameter at a time."
-        )
+        return _write_one_by_one(func, args, kwargs)
     nodes = [tensor._node for tensor in first]
     pages = list(dict.fromkeys(tensor._node.page for tensor in paged))
     ready = cut_lists(args, nodes), cut_lists(kwargs, nodes)
-    with _batch(pages[0].pager, pages, func, [], paged[0]):
+    with _batch(pages[0].pager, pages, func, args, kwargs, paged[0]):
         return func(*ready[0], **ready[1])
+
+
+def _write_one_by_one(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The lists hold plain tensors too, or parameters that cannot be cut (those without dimensions)."""
+    count = len(args[0])
+    for index in range(count):
+        one, options = item_of(args, index, count), item_of(kwargs, index, count)
+        paged = paged_in([target.of(one, options) for target in targets(func)])
+        if not paged:
+            func(*plain(one), **plain(options))
+        elif write_rule(func) is WriteRule.POINTWISE and can_slice(one[0][0]):
+            _write_lists(func, one, options, paged)
+        else:
+            _on_copies(func, one, options, paged, gathers=True, draws=False)
 
 
 def _write_casts(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> Any:
@@ -262,14 +279,25 @@ def _unscale(func: OpOverload, args: tuple[Any, ...]) -> None:
 # -- agreement between ranks
 
 
-def _batch(pager: Pager, pages: list[Page], func: OpOverload, operands: Any, target: Paged) -> Any:
+def _batch(
+    pager: Pager, pages: list[Page], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged
+) -> Any:
     """A write batch that all ranks open for the same write with the same plain operands."""
     name = func._schema.name.split("::")[1]
     intent = f"{name} on {target._node.page.name} {tuple(target.shape)}"
     payload = b""
     if pager.transport.world > 1 and not pager.step.active():
-        payload = str(_fingerprint(operands)).encode()
+        payload = str(_fingerprint(_operands(func, args, kwargs))).encode()
     return _Agreed(pager, pages, intent, payload)
+
+
+def _operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that are read only: what is in the others before does not matter, or is paged."""
+    written = {target.index for target in targets(func)}, {target.name for target in targets(func)}
+    return [
+        *(value for index, value in enumerate(args) if index not in written[0]),
+        *(value for name, value in kwargs.items() if name not in written[1]),
+    ]
 
 
 class _Agreed:
@@ -294,8 +322,8 @@ class _Agreed:
 
 
 def _fingerprint(operands: Any) -> int:
-    """A number that differs, almost surely, where the plain operands differ."""
-    found = 0
+    """A number that differs, almost surely, where the plain operands differ (tensors and Python numbers)."""
+    found = zlib.crc32(repr(list(numbers_in(operands))).encode())
     for tensor in tensors_in(operands):
         if isinstance(tensor, Paged) or tensor.device.type == "meta" or tensor.layout != torch.strided:
             continue
@@ -304,7 +332,10 @@ def _fingerprint(operands: Any) -> int:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, device="cpu")
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    raw = values.view(torch.uint8) if tensor.numel() else torch.empty(0, device="cpu")
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
     whole = raw.numel() // 8 * 8
     total = int(raw[:whole].view(torch.int64).sum()) if whole else 0
     edge = raw[:64].numpy().tobytes() + raw[-64:].numpy().tobytes() if raw.device.type == "cpu" else b""

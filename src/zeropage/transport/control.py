@@ -7,6 +7,7 @@ counter that announces it (x86-64 keeps stores in order; the transport refuses o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
@@ -41,6 +42,7 @@ class _Word(IntEnum):
     START = 5
     TEXT_LENGTHS = 6  # two words
     DATA_LENGTHS = 8  # two words
+    MAPPED = 10  # number of the last meeting whose memory this rank has mapped
 
 
 class _State(IntEnum):
@@ -104,6 +106,15 @@ class Control:
 
     def publish_ended(self, number: int) -> None:
         self._mine[_Word.ENDED] = number
+
+    def publish_mapped(self) -> None:
+        self._mine[_Word.MAPPED] = self.met
+
+    def await_mapped(self) -> None:
+        """Before the first rank leaves: what it handed over at the last meeting can be opened only while it holds it."""
+        for peer in self._others:
+            with contextlib.suppress(PeerLostError):
+                self.wait(partial(self._has_reached, peer, _Word.MAPPED, self.met), peer)
 
     def ended(self, peer: int) -> int:
         return int(self._words[peer][_Word.ENDED])

@@ -162,6 +162,7 @@ class SharedTransport:
             return SharedBlock(mine, nbytes)
         finally:
             os.close(mine)
+            self._control.publish_mapped()
 
     # -- phases
 
@@ -265,6 +266,8 @@ class SharedTransport:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            if self._handed_over is not None:
+                self._control.await_mapped()
             self._control.leave()
             self._after_meeting()
             os.close(self._lock_file)

@@ -1,0 +1,130 @@
+"""Several sharded models and engines in one process: nothing is global, each engine steps its own parameters."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zeropage as zp
+from tests.harness import run
+from tests.harness.models import build_lm, build_mlp, build_tied_lm, lm_batch, mlp_batch
+from tests.scenarios.beside import averaged_backward, everywhere, plain_copy, same_parameters
+
+STEPS = 4
+
+
+def _engine(model: nn.Module, transport: str, lr: float = 1e-2) -> zp.Engine:
+    return zp.Engine(model, torch.optim.AdamW(model.parameters(), lr=lr), {"transport": transport})
+
+
+def _distil(teacher: nn.Module, student: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        wanted = teacher(tokens).softmax(-1)
+    return F.cross_entropy(student(tokens).flatten(0, 1), wanted.flatten(0, 1))
+
+
+def _teacher(transport: str) -> None:
+    """A frozen teacher with an engine of its own (no optimizer), made in either order."""
+    for teacher_first in (True, False):
+        plain_teacher, plain_student = plain_copy(build_lm, 1).requires_grad_(False), plain_copy(build_tied_lm, 2)
+        reference = torch.optim.AdamW(plain_student.parameters(), lr=1e-2)
+        if teacher_first:
+            teacher = zp.Engine(plain_copy(build_lm, 1).requires_grad_(False), config={"transport": transport})
+        student = _engine(plain_copy(build_tied_lm, 2), transport)
+        if not teacher_first:
+            teacher = zp.Engine(plain_copy(build_lm, 1).requires_grad_(False), config={"transport": transport})
+        for step in range(STEPS):
+            averaged_backward(
+                plain_student.parameters(),
+                lambda rank, step=step: _distil(plain_teacher, plain_student, lm_batch(step, 0, rank)),
+            )
+            reference.step()
+            reference.zero_grad()
+            student.backward(_distil(teacher, student, lm_batch(step, 0, dist.get_rank())))
+            student.step()
+        same_parameters(plain_student, student.module)
+        same_parameters(plain_teacher, teacher.module, exact=True)
+        teacher.close()
+        student.close()
+
+
+@everywhere
+def test_student_and_frozen_teacher(transport: str, world: int) -> None:
+    run(world, _teacher, transport)
+
+
+def _critic_loss(generator: nn.Module, critic: nn.Module, step: int, rank: int) -> Tensor:
+    fake = generator(mlp_batch(step, 1, rank)).detach()
+    return critic(fake).mean() - critic(mlp_batch(step, 0, rank)).mean()
+
+
+def _generator_loss(generator: nn.Module, critic: nn.Module, step: int, rank: int) -> Tensor:
+    return -critic(generator(mlp_batch(step, 1, rank))).mean()
+
+
+def _gan(transport: str) -> None:
+    """The generator's loss goes through the critic, whose gradients of it are dropped."""
+    rank = dist.get_rank()
+    g, d = plain_copy(build_mlp, 1), plain_copy(build_mlp, 2)
+    both = [*g.parameters(), *d.parameters()]
+    g_reference, d_reference = torch.optim.AdamW(g.parameters(), lr=1e-2), torch.optim.AdamW(d.parameters(), lr=3e-3)
+    generator, critic = _engine(plain_copy(build_mlp, 1), transport), _engine(plain_copy(build_mlp, 2), transport, 3e-3)
+    for step in range(STEPS):
+        averaged_backward(both, lambda rank, step=step: _critic_loss(g, d, step, rank))
+        d_reference.step()
+        d_reference.zero_grad()
+        averaged_backward(both, lambda rank, step=step: _generator_loss(g, d, step, rank))
+        g_reference.step()
+        g_reference.zero_grad()
+        d_reference.zero_grad()
+
+        critic.backward(_critic_loss(generator, critic, step, rank))
+        assert all(p.grad is None for p in generator.module.parameters())
+        critic.step()
+        generator.backward(_generator_loss(generator, critic, step, rank))
+        assert all(p.grad is not None for p in critic.module.parameters())
+        generator.step()
+        critic.zero_grad()
+    same_parameters(g, generator.module)
+    same_parameters(d, critic.module)
+    critic.close()
+    generator.close()
+
+
+@everywhere
+def test_generator_and_critic(transport: str, world: int) -> None:
+    run(world, _gan, transport)
+
+
+def _joint(transport: str) -> None:
+    """One loss over two trained models; whichever engine runs the backward and steps first."""
+    rank = dist.get_rank()
+    plain = [plain_copy(build_mlp, 1), plain_copy(build_mlp, 2)]
+    parameters = [p for model in plain for p in model.parameters()]
+    references = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in plain]
+    engines = [_engine(plain_copy(build_mlp, seed), transport) for seed in (1, 2)]
+    for step in range(STEPS):
+        averaged_backward(
+            parameters, lambda rank, step=step: plain[1](plain[0](mlp_batch(step, 0, rank))).square().mean()
+        )
+        for reference in references:
+            reference.step()
+            reference.zero_grad()
+        one, other = engines if step % 2 else reversed(engines)
+        one.backward(engines[1](engines[0](mlp_batch(step, 0, rank))).square().mean())
+        assert one.step().applied
+        assert other.step().applied
+    for model, engine in zip(plain, engines, strict=True):
+        same_parameters(model, engine.module)
+    engines[0].close()
+    loss = engines[1](mlp_batch(9, 0, rank)).square().mean()
+    engines[1].backward(loss)
+    assert engines[1].step().applied, "the other engine goes on"
+    engines[1].close()
+
+
+@everywhere
+def test_two_models_one_loss(transport: str, world: int) -> None:
+    run(world, _joint, transport)
