@@ -126,6 +126,12 @@ class gather(Edits):
         self._edited.add(page)
         return memory
 
+    def close(self, page: Page, value: torch.Tensor) -> None:
+        if self._current is None or self._current[0] is not page:  # another one was opened before it was written
+            self._flush()
+            self._current = (page, value)
+        self._dirty = True
+
     def _load(self, page: Page, *, values: bool) -> torch.Tensor:
         if self._current is not None and self._current[0] is page:
             return self._current[1]

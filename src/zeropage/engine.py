@@ -25,7 +25,7 @@ from zeropage.construct import ConfigLike, pagers_of, shard, space_of
 from zeropage.errors import ConfigError, DivergenceError, NonFiniteError, ZeropageError
 from zeropage.gradients import Record
 from zeropage.loss_scale import DynamicLossScale
-from zeropage.optim import ShardedOptimizer, record_of
+from zeropage.optim import ShardedOptimizer, check_optimizer, record_of
 from zeropage.pager import Pager
 from zeropage.tensor import PagedTensor
 
@@ -111,6 +111,8 @@ class Engine:
         group: object = None,
     ) -> None:
         settings = Config.of(config)
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
         shard(model, settings if not pagers_of(model) else None, group)
         self.module = model
         self._pagers = pagers_of(model)
@@ -203,7 +205,7 @@ class Engine:
         if self._micro_steps < self.config.accumulate:
             return StepResult(False, None, self.loss_scale, reason="accumulating")
         self._micro_steps = 0
-        optimizer.check()
+        check_optimizer(optimizer.optimizer, self.module)
         findings = self._exchange(self._inspect(optimizer))
         self.grad_norm = math.sqrt(math.fsum(found.square_sum for found in findings)) / self.loss_scale
         reason = self._reason_to_skip(findings)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGN", "Box", "Layout", "boxes", "pack"]
+__all__ = ["ALIGN", "Box", "Layout", "boxes"]
 
 # [Note: alignment] Slices start at multiples of 64 elements: at least 64 bytes for every dtype. Vectorised
 # optimizer kernels then treat each element as they would in the whole tensor (their scalar tails stay at the
@@ -87,17 +87,3 @@ def boxes(shape: Sequence[int], low: int, high: int) -> list[Box]:
 
 def _inside_row(shape: Sequence[int], row: int, low: int, high: int) -> list[Box]:
     return [Box((row, *box.offset), (1, *box.size)) for box in boxes(shape[1:], low, high)]
-
-
-def pack(sizes: Sequence[int], limit: int) -> list[range]:
-    """Group consecutive items into buckets of at most `limit` bytes; a larger item is a bucket by itself."""
-    buckets: list[range] = []
-    start, filled = 0, 0
-    for index, size in enumerate(sizes):
-        if index > start and filled + size > limit:
-            buckets.append(range(start, index))
-            start, filled = index, 0
-        filled += size
-    if start < len(sizes):
-        buckets.append(range(start, len(sizes)))
-    return buckets

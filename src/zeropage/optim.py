@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import optim
+from torch import nn, optim
 
 from zeropage.errors import ConfigError
 from zeropage.gradients import Record
@@ -23,7 +23,7 @@ from zeropage.page import Page
 from zeropage.steps import over_slice, page_state, shard_state
 from zeropage.tensor import PagedTensor
 
-__all__ = ["Master", "ShardedOptimizer"]
+__all__ = ["Master", "ShardedOptimizer", "check_optimizer", "record_of"]
 
 # Exactly these: a subclass may do anything.
 _ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset({
@@ -58,36 +58,34 @@ class _MasterRecord:
         self._face = value if isinstance(value, PagedTensor) else None
 
 
-class ShardedOptimizer:
-    """Steps `optimizer`, whose parameters are paged, on this rank's slices.
+def check_optimizer(optimizer: object, model: nn.Module) -> None:
+    """Raise ConfigError unless `optimizer` is one of torch's, over parameters of `model`, and needs no closure."""
+    if not isinstance(optimizer, optim.Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}")
+    if isinstance(optimizer, optim.LBFGS):
+        raise ConfigError(
+            "LBFGS calls a closure several times a step, which an engine's backward() and step() cannot do; run it "
+            "directly on model.parameters(): optimizer.step(closure)"
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                raise ConfigError(
+                    f"parameter {place} of optimizer group {index} (shape {tuple(parameter.shape)}) does not belong to "
+                    "the model. Build the optimizer over the model's own parameters; add a new module to the model "
+                    "before its parameters to the optimizer."
+                )
 
-    Raises:
-        ConfigError: a parameter of the optimizer is not paged (named by its place), or the optimizer needs
-            a closure.
-    """
+
+class ShardedOptimizer:
+    """Steps `optimizer`, whose parameters are paged (see `check_optimizer`), on this rank's slices."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
-        if not isinstance(optimizer, optim.Optimizer):
-            raise ConfigError(f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}")
-        if isinstance(optimizer, optim.LBFGS):
-            raise ConfigError(
-                "LBFGS calls a closure several times a step, which an engine's backward() and step() cannot do; run "
-                "it directly on model.parameters(): optimizer.step(closure)"
-            )
         self.optimizer = optimizer
         self.masters: dict[Record, Master] = {}
         self._elementwise = type(optimizer) in _ELEMENTWISE
-        self.check()
         page_state(optimizer)
-
-    def check(self) -> None:
-        for index, group in enumerate(self.optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if not isinstance(parameter, PagedTensor):
-                    raise ConfigError(
-                        f"parameter {place} of optimizer group {index} (shape {tuple(parameter.shape)}) is not sharded. "
-                        "Build the optimizer over the model's own parameters, and shard the whole model."
-                    )
 
     def parameters(self) -> list[PagedTensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -348,3 +348,7 @@ class Edits:
     def open(self, page: Page) -> torch.Tensor:
         """A private full value that this rank may write (flat)."""
         raise NotImplementedError
+
+    def close(self, page: Page, value: torch.Tensor) -> None:
+        """What `open` gave has been written."""
+        raise NotImplementedError

@@ -56,6 +56,7 @@ class Watcher:
 
     def page_module(self, module: nn.Module) -> None:
         """Page every plain parameter of `module`, one at a time, and watch it (collective)."""
+        _let_go_of_derived(module)
         sharing: dict[tuple[Any, ...], Page] = {}
         for name, parameter in list(module.named_parameters()):
             if not can_be_paged(parameter):
@@ -66,7 +67,8 @@ class Watcher:
                 sharing[key] = parameter._node.page
         for child in module.modules():
             self._modules.add(child)
-            self._await_lazy(child)
+            if any(isinstance(p, UninitializedTensorMixin) for p in child.parameters(recurse=False)):
+                self._await_lazy(child)
         name_pages(module)
 
     def name_all(self) -> None:
@@ -100,8 +102,6 @@ class Watcher:
 
     def _await_lazy(self, module: nn.Module) -> None:
         """Page the parameters of a lazy module when its first forward has given them shapes."""
-        if not any(isinstance(p, UninitializedTensorMixin) for p in module.parameters(recurse=False)):
-            return
 
         def materialised(module: nn.Module, inputs: Any) -> None:
             # holds the watcher: a model of lazy modules alone has no page yet that would
@@ -109,6 +109,19 @@ class Watcher:
             handle.remove()
 
         handle = module.register_forward_pre_hook(materialised)
+
+
+def _let_go_of_derived(module: nn.Module) -> None:
+    """Old-style weight_norm and spectral_norm keep a weight that they computed; its graph would hold the parameters.
+
+    They compute it anew before every forward, so the values may go on without the graph.
+    """
+    for child in module.modules():
+        for hook in child._forward_pre_hooks.values():
+            if isinstance(hook, (SpectralNorm, WeightNorm)):
+                derived = getattr(child, hook.name)
+                if isinstance(derived, torch.Tensor) and not derived.is_leaf:
+                    setattr(child, hook.name, derived.detach())
 
 
 def can_be_paged(parameter: object) -> bool:

@@ -278,3 +278,143 @@ def differences_of(write: Write, plain: nn.Module, paged: nn.Module) -> list[str
         elif not torch.equal(one.detach(), zp.full(other)):
             found.append(f"{name} has other values")
     return found
+
+
+# -- what all ranks must agree on
+
+
+DIVERGENT: dict[str, Callable[[Any, int], Any]] = {
+    "another tensor": lambda m, rank: m.p.copy_(fixed(30, 41) + rank),
+    "another number": lambda m, rank: m.p.mul_(0.5 + rank),
+    "another list": lambda m, rank: torch._foreach_add_([m.p], [fixed(30, 41) * (rank + 1)]),
+    "another index": lambda m, rank: _set(m.p, torch.tensor([rank, 5]), 0.0),
+    "another operator": lambda m, rank: m.p.zero_() if rank else m.p.fill_(1),
+    "another parameter": lambda m, rank: (m.p if rank else m.q).zero_(),
+    "another shape": lambda m, rank: m.p.data[: rank + 1].zero_(),
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_different_writes_raise_on_all_ranks(transport: str) -> None:
+    for found in run(2, run_divergent, transport):
+        assert found == dict.fromkeys(DIVERGENT, "DivergenceError")
+
+
+def run_divergent(transport: str) -> dict[str, str]:
+    raised = {}
+    model = zp.shard(Weights(), {"transport": transport})
+    with torch.no_grad():
+        for name, write in DIVERGENT.items():
+            try:
+                write(model, dist.get_rank())
+            except Exception as error:
+                raised[name] = type(error).__name__
+            model.p.copy_(fixed(30, 41))  # the model is usable afterwards
+    assert torch.equal(zp.full(model.p), fixed(30, 41))
+    return raised
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_first_ranks_generator_decides_where_they_differ(transport: str) -> None:
+    expected = torch.empty(30, 41).normal_(generator=torch.Generator().manual_seed(100))
+    values, following = zip(*run(2, run_seeded_by_rank, transport), strict=True)
+    assert all(torch.equal(value, expected) for value in values)
+    assert not torch.equal(*following)  # each rank's own generator goes on
+
+
+def run_seeded_by_rank(transport: str) -> tuple[Tensor, Tensor]:
+    model = zp.shard(Weights(), {"transport": transport})
+    torch.manual_seed(100 + dist.get_rank())
+    init.normal_(model.p)
+    return zp.full(model.p), torch.rand(5)
+
+
+# -- writes that cannot be kept
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_cannot_be_kept_raises_and_changes_nothing(transport: str) -> None:
+    expected = dict.fromkeys(REFUSED, "UnsupportedOperationError") | {"operands that do not fit": "RuntimeError"}
+    for found in run(2, run_refused, transport):
+        assert found == expected
+
+
+REFUSED: dict[str, Write] = {
+    "resize_": lambda m: m.p.data.resize_(3, 3),
+    "t_": lambda m: m.p.data.t_(),
+    "unsqueeze_": lambda m: m.p.data.unsqueeze_(0),
+    "set_": lambda m: m.p.data.set_(torch.ones(3)),
+    "as_strided_": lambda m: m.p.data.as_strided_((2, 2), (1, 1)),
+    "out of another shape": lambda m: torch.mm(fixed(3, 4), fixed(4, 5), out=m.p.data),
+    "elementwise out of another shape": lambda m: torch.add(fixed(3, 4), 1, out=m.p.data),
+    "a parameter and a cast of one": lambda m: torch.sort(m.q.double(), out=(m.p.data.double(), m.frozen.data)),
+    "part of a buffer as data": lambda m: setattr(m.p, "data", fixed(60, 41)[:30]),
+    "data of a view": lambda m: setattr(m.p[0], "data", fixed(41)),
+    "statistics of a batch norm": lambda m: nn.functional.batch_norm(
+        fixed(9, 5), m.short.data, torch.ones(5), training=True
+    ),
+    "operands that do not fit": lambda m: m.p.add_(fixed(7, 7)),
+}
+
+
+def run_refused(transport: str) -> dict[str, str]:
+    raised = {}
+    model = zp.shard(Weights(), {"transport": transport})
+    with torch.no_grad():
+        for name, write in REFUSED.items():
+            try:
+                write(model)
+            except Exception as error:
+                raised[name] = type(error).__name__
+    for (name, one), (_, other) in zip(Weights().named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(one.detach(), zp.full(other)), name
+    return raised
+
+
+# -- pages without values
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_parameter_from_the_meta_device_has_no_values_until_it_is_overwritten(transport: str) -> None:
+    assert run(2, run_unwritten, transport) == [[], []]
+
+
+OVERWRITES: dict[str, Write] = {
+    "zero_": lambda p: p.zero_(),
+    "fill_": lambda p: p.fill_(3),
+    "copy_": lambda p: p.copy_(fixed(30, 41)),
+    "normal_": lambda p: p.normal_(),
+    "kaiming_uniform_": init.kaiming_uniform_,
+    "orthogonal_": init.orthogonal_,
+    "out of mm": lambda p: torch.mm(fixed(30, 3), fixed(3, 41), out=p.data),
+    "out of add": lambda p: torch.add(fixed(30, 41), 1, out=p.data),
+    "data": lambda p: setattr(p, "data", fixed(30, 41)),
+    "view of all": lambda p: p.view(-1).copy_(fixed(1230)),
+}
+UPDATES: dict[str, Write] = {
+    "mul_": lambda p: p.mul_(2),
+    "a part": lambda p: p[:3].zero_(),
+    "an index": lambda p: _set(p, torch.tensor([1]), 0.0),
+    "read": lambda p: p.sum(),
+    "operand": lambda p: torch.zeros(30, 41).add_(p),
+}
+
+
+def run_unwritten(transport: str) -> list[str]:
+    wrong = []
+    for name, write in (OVERWRITES | UPDATES).items():
+        with torch.device("meta"):
+            model = nn.Linear(41, 30)
+        zp.shard(model, {"transport": transport})
+        with torch.no_grad():
+            try:
+                write(model.weight)
+                raised = False
+                model.weight.sum()
+            except zp.errors.UninitializedPageError as error:
+                raised = True
+                if "weight" not in str(error):
+                    wrong.append(f"{name}: the error does not name the parameter")
+        if raised != (name in UPDATES):
+            wrong.append(f"{name}: raised {raised}")
+    return wrong

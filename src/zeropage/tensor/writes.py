@@ -24,7 +24,7 @@ from zeropage.errors import DivergenceError, UnsupportedOperationError
 from zeropage.memory.host import allocate
 from zeropage.page import CastNode, Page
 from zeropage.pager import Pager
-from zeropage.tensor import c10d, randomness
+from zeropage.tensor import c10d, identity, randomness
 from zeropage.tensor.base import Paged
 from zeropage.tensor.rules import WriteRule, careful, returned_targets, targets, write_rule
 from zeropage.tensor.slices import can_slice, cut, cut_lists, item_of
@@ -55,6 +55,9 @@ def write(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     paged = paged_in(written)
     if rule is WriteRule.REFUSE and (paged or func.overloadpacket is aten.set_):
         if _keeps_size(func, args, kwargs):  # what many operators do to their out= first
+            return args[0]
+        if _replaces(func, args):
+            identity.set_data(args[0], args[1])
             return args[0]
         raise _refusal(func, paged or paged_in([args, kwargs]))
     if not paged:
@@ -89,6 +92,15 @@ def _keeps_size(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     return isinstance(args[0], Paged) and tuple(args[0].shape) == tuple(args[1])
 
 
+def _replaces(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether this is `p.set_(t)` with a `t` like `p` (torch's parametrize does it): `p` stands for `t` from now on."""
+    if func is not aten.set_.source_Tensor or not isinstance(args[0], Paged):
+        return False
+    one, other = args[:2]
+    same = one.shape == other.shape and one.stride() == other.stride()
+    return same and one.dtype == other.dtype and one.device == other.device
+
+
 def _refusal(func: OpOverload, paged: Sequence[Paged]) -> UnsupportedOperationError:
     names = ", ".join(repr(tensor._node.page.name) for tensor in paged)
     return UnsupportedOperationError(
@@ -104,7 +116,8 @@ def _write_pages(
     func: OpOverload, rule: WriteRule, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]
 ) -> Any:
     target = paged[0]
-    _require_values(target, overwritten=_overwrites(func, target, kwargs))
+    for each in paged:
+        _require_values(each, overwritten=_overwrites(func, each, kwargs))
     if rule is WriteRule.POINTWISE and len(paged) == 1 and can_slice(target) and _fits(args, kwargs, target):
         return _on_slices(func, args, kwargs, target)
     seen = paged_in([args, kwargs])
@@ -190,7 +203,7 @@ def _refuse_resized(func: OpOverload, given: Sequence[Any], ready: Sequence[Any]
 def _private_copy(page: Page, *, gathers: bool) -> torch.Tensor:
     """A full-size copy (1-D) of this rank's own: with all values, or with the own slice's only."""
     copy = allocate(page.layout.numel, page.dtype, page.spec.device)
-    if gathers:
+    if gathers and page.written:
         copy.copy_(page.flat(_full(page)))
     elif page.written:
         low, high = page.bounds
@@ -243,25 +256,38 @@ def _write_casts(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _write_edits(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> Any:
-    """Inside a `gather` block with a writer: apply to this rank's private full value."""
-    frames = {}
-    for tensor in paged:
-        page = tensor._node.page
+    """Inside a `gather` block with a writer: apply to this rank's private full values.
+
+    The block has one of them in hand at a time. So operands are read first, and with several targets each is
+    handed back after the operator.
+    """
+    pages = list(dict.fromkeys(tensor._node.page for tensor in paged))
+    for page in pages:
         if page.edits is None:
             raise UnsupportedOperationError(
                 f"{func._schema.name} would write to {page.name!r}, which is not gathered, together with one that "
                 "is; write them one by one, or gather both."
             )
-        frames[page] = page.edits.open(page)
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        is_target = isinstance(tensor, Paged) and tensor._node.page in pages
+        return tensor if is_target else plain(tensor)  # type: ignore[no-any-return]
+
+    ready = rebuild([args, kwargs], read)
+    values = {page: page.edits.open(page) for page in pages if page.edits is not None}
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, Paged) and tensor._node.page in frames:
-            page = tensor._node.page
-            return tensor._node.apply(page.shaped(frames[page]))
-        return plain(tensor)  # type: ignore[no-any-return]
+        if not isinstance(tensor, Paged):
+            return tensor
+        page = tensor._node.page
+        return tensor._node.apply(page.shaped(values[page]))
 
-    ready = rebuild([args, kwargs], replace)
-    return func(*ready[0], **ready[1])
+    ready = rebuild(ready, replace)
+    made = func(*ready[0], **ready[1])
+    for page, value in values.items():
+        assert page.edits is not None
+        page.edits.close(page, value)
+    return made
 
 
 def _unscale(func: OpOverload, args: tuple[Any, ...]) -> None:
