@@ -1,7 +1,7 @@
 """zeropage: ZeRO-3 training on demand-paged parameters.
 
 Parameters, gradients and optimizer states are cut over the ranks; an operator that touches a parameter
-faults it in. See https://zeropage.readthedocs.io for concepts, or `help(zeropage.Engine)` to start.
+faults it in. `help(zeropage.Engine)` is a place to start, docs/concepts.md explains.
 """
 
 from zeropage import errors
@@ -9,7 +9,8 @@ from zeropage.checkpoint import LoadResult
 from zeropage.config import Config
 from zeropage.construct import init, shard
 from zeropage.edit import full, gather, is_paged, local, resident
-from zeropage.engine import Engine, MemoryReport, StepResult
+from zeropage.engine import Engine
+from zeropage.reports import MemoryReport, StepResult
 from zeropage.tensor import PagedTensor
 
 __version__ = "0.1.0"

@@ -95,13 +95,12 @@ def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:
     still holds the right ones. All ranks take the first rank's values. Parameters that are paged already
     stay as they are; calling it again is harmless.
 
-    Args: as for `init`.
+    Args: as for `init`. An error is raised before anything has been changed.
 
     Raises:
         ConfigError: a wrong setting, or a transport that cannot run here.
         OutOfMemoryError: the shards would not fit (bytes wanted and available).
         AdoptionError: a parameter cannot be paged (named, with the reason).
-        In each case before anything has been changed.
     """
     settings = Config.of(config)
     plain = [(n, p) for n, p in model.named_parameters() if can_be_paged(p)]

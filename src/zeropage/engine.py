@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -22,16 +20,19 @@ from torch import nn
 from zeropage.checkpoint import LoadResult, load_checkpoint, save_checkpoint
 from zeropage.config import Config
 from zeropage.construct import ConfigLike, pagers_of, shard, space_of
-from zeropage.errors import ConfigError, DivergenceError, NonFiniteError, ZeropageError
+from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
+from zeropage.findings import Findings, Verdict, agree
 from zeropage.gradients import Record
 from zeropage.loss_scale import DynamicLossScale
 from zeropage.optim import ShardedOptimizer, check_optimizer, record_of
 from zeropage.pager import Pager
+from zeropage.reports import MemoryReport, StepResult
 from zeropage.tensor import PagedTensor
 
-__all__ = ["Engine", "MemoryReport", "StepResult"]
+__all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
+_BAD_LOSSES = 10  # steps in a row with a non-finite loss before training is given up
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,47 +44,6 @@ class Scheduler(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What `Engine.step` did.
-
-    `grad_norm` is the global 2-norm of the averaged, unscaled gradient before clipping; None when no step
-    was due. `reason` says why nothing was applied; empty when something was.
-    """
-
-    applied: bool
-    grad_norm: float | None
-    loss_scale: float
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Bytes on this rank. `frames` are gathered copies alive now, `peak_frames` the most there ever were."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    frames: int
-    peak_frames: int
-    by_device: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.frames
-
-
-@dataclass(frozen=True, slots=True)
-class _Findings:
-    """What one rank found in its slices before a step; exchanged by all."""
-
-    square_sum: float
-    overflow: bool
-    bad_parameter: str  # the first in its own backward whose gradient was not finite
-    bad_loss: bool
-    backwards: int  # backward passes since the last step
 
 
 class Engine:
@@ -206,76 +166,49 @@ class Engine:
             return StepResult(False, None, self.loss_scale, reason="accumulating")
         self._micro_steps = 0
         check_optimizer(optimizer.optimizer, self.module)
-        findings = self._exchange(self._inspect(optimizer))
-        self.grad_norm = math.sqrt(math.fsum(found.square_sum for found in findings)) / self.loss_scale
-        reason = self._reason_to_skip(findings)
-        if reason:
-            return self._skip(findings, reason)
-        return self._apply(optimizer)
+        verdict = self._judge(optimizer)
+        self.grad_norm = verdict.square_sum**0.5 / self.loss_scale
+        return self._skip(verdict) if verdict.reason else self._apply(optimizer)
 
-    def _inspect(self, optimizer: ShardedOptimizer) -> _Findings:
-        """Look at the own slices of all gradients, once every rank has ended its backward."""
+    def _judge(self, optimizer: ShardedOptimizer) -> Verdict:
+        """What all ranks conclude from the gradients, once every rank has ended its backward."""
         for pager in self._pagers:
-            pager.end_backwards(f"step {self.global_step + self.skipped_steps + 1}")
-        square_sum, overflow = 0.0, False
-        for record in optimizer.records():
-            if record.has_gradient():
-                norm = float(torch.linalg.vector_norm(record.own_gradient().float()))
-                square_sum += norm * norm
-                overflow = overflow or not math.isfinite(norm)
-        first = next((space.gradients.first_nonfinite for space in self._spaces if space.gradients.first_nonfinite), "")
-        return _Findings(square_sum, overflow, first, self._bad_loss, self._backwards())
+            pager.end_backwards(f"step {self._attempt}")
+        mine = Findings.of(
+            optimizer.records(),
+            bad_parameter=next(filter(None, (space.gradients.first_nonfinite for space in self._spaces)), ""),
+            bad_loss=self._bad_loss,
+            backwards=self._own_backwards + sum(space.gradients.backwards for space in self._spaces),
+        )
+        return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self.config.precision == "fp16")
 
-    def _exchange(self, mine: _Findings) -> list[_Findings]:
-        fields = (mine.square_sum, mine.overflow, mine.bad_parameter, mine.bad_loss, mine.backwards)
-        answers = self._pagers[0].transport.meet("gradient norm", pickle.dumps(fields))
-        findings = [_Findings(*pickle.loads(answer)) for answer in answers]
-        idle = [rank for rank, found in enumerate(findings) if not found.backwards]
-        if idle and len(idle) < len(findings):
-            raise DivergenceError(
-                f"at step {self.global_step + self.skipped_steps + 1} the other ranks have run a backward pass since the "
-                f"last step, rank {', '.join(map(str, idle))} has not. Every rank must run as many steps as the others; "
-                "one without data can run engine.backward(0 * loss) on an old batch."
-            )
-        return findings
+    @property
+    def _attempt(self) -> int:
+        """The number of the step that is due, skipped ones counted."""
+        return self.global_step + self.skipped_steps + 1
 
-    def _reason_to_skip(self, findings: list[_Findings]) -> str:
-        if self.config.precision != "fp16":
-            return ""
-        losses = [rank for rank, found in enumerate(findings) if found.bad_loss]
-        if losses:
-            return f"the loss is not finite on rank {', '.join(map(str, losses))}"
-        for rank, found in enumerate(findings):
-            if found.bad_parameter:
-                return f"the gradient of {found.bad_parameter!r} is not finite on rank {rank}"
-        if any(found.overflow for found in findings):
-            return "the sum of the gradients over ranks is not finite"
-        return ""
-
-    def _skip(self, findings: list[_Findings], reason: str) -> StepResult:
+    def _skip(self, verdict: Verdict) -> StepResult:
         """No step: drop the gradients; lower the loss scale unless the loss itself is bad."""
-        scale = self.loss_scale
-        bad_loss = any(found.bad_loss for found in findings)
+        scale, attempt = self.loss_scale, self._attempt
         self.skipped_steps += 1
         self._bad_in_a_row += 1
         self._drop_gradients()
-        if not bad_loss:
+        if not verdict.bad_loss:
             self._scaler.update(True)
-        attempt = self.global_step + self.skipped_steps
-        _log.warning("step %d skipped: %s; loss scale %g -> %g", attempt, reason, scale, self.loss_scale)
-        if self._scaler.exhausted and not bad_loss:
+        _log.warning("step %d skipped: %s; loss scale %g -> %g", attempt, verdict.reason, scale, self.loss_scale)
+        if self._scaler.exhausted and not verdict.bad_loss:
             raise NonFiniteError(
-                f"{reason} at the smallest loss scale ({self.loss_scale:g}), at step {attempt}: scaling cannot help. "
-                "Look at the data and the learning rate, or train in bf16."
+                f"{verdict.reason} at the smallest loss scale ({self.loss_scale:g}), at step {attempt}: scaling cannot "
+                "help. Look at the data and the learning rate, or train in bf16."
             )
-        if bad_loss and self._bad_in_a_row > 10:
-            raise NonFiniteError(f"{reason}, for {self._bad_in_a_row} steps in a row; training cannot go on")
-        return StepResult(False, self.grad_norm, scale, reason)
+        if verdict.bad_loss and self._bad_in_a_row > _BAD_LOSSES:
+            raise NonFiniteError(f"{verdict.reason}, for {self._bad_in_a_row} steps in a row; training cannot go on")
+        return StepResult(False, self.grad_norm, scale, verdict.reason)
 
     def _apply(self, optimizer: ShardedOptimizer) -> StepResult:
         scale = self.loss_scale
         for pager in self._pagers:
-            pager.open_batch(f"apply step {self.global_step + 1}")
+            pager.open_batch(f"apply step {self._attempt}")
         optimizer.step(self._clip_factor() / scale)
         self._drop_gradients()
         for pager in self._pagers:
@@ -295,9 +228,6 @@ class Engine:
             return 1.0
         factor = limit / (self.grad_norm + 1e-6)
         return factor if math.isnan(factor) else min(1.0, factor)
-
-    def _backwards(self) -> int:
-        return self._own_backwards + sum(space.gradients.backwards for space in self._spaces)
 
     def _drop_gradients(self) -> None:
         self._bad_loss = False
@@ -385,27 +315,8 @@ class Engine:
 
     def memory(self) -> MemoryReport:
         """What this engine holds on this rank, in bytes."""
-        by_device: dict[str, int] = {}
-        parameters = gradients = 0
-        for record in self._records():
-            device = str(record.page.spec.device)
-            own, summed = record.page.store.nbytes, 0
-            if record.accumulator is not None and record.touched:
-                summed = record.accumulator.store.nbytes
-            parameters += own
-            gradients += summed
-            by_device[device] = by_device.get(device, 0) + own + summed
         optimizer = 0 if self._sharded is None else self._sharded.nbytes()
-        device = str(self._records()[0].page.spec.device)
-        by_device[device] = by_device.get(device, 0) + optimizer
-        return MemoryReport(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=optimizer,
-            frames=sum(pager.resident_bytes for pager in self._pagers),
-            peak_frames=sum(pager.counters.peak_resident_bytes for pager in self._pagers),
-            by_device=by_device,
-        )
+        return MemoryReport.of(self._records(), optimizer, self._pagers)
 
     def close(self) -> None:
         """End the engine (all ranks together): gradients, frames and the optimizer's slices are let go of.
@@ -418,7 +329,7 @@ class Engine:
         try:
             for pager in self._pagers:
                 pager.close_batch()
-                pager.transport.meet(f"close the engine after step {self.global_step + self.skipped_steps}")
+                pager.transport.meet(f"close the engine after step {self._attempt - 1}")
         finally:
             self._release()
 

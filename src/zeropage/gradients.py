@@ -211,9 +211,9 @@ class Record:
     # -- the engine's own paths
 
     @property
-    def touched(self) -> bool:
-        """Whether the sum has taken memory yet."""
-        return self._contributed
+    def gradient_bytes(self) -> int:
+        """Bytes that the own slice of the sum has taken so far."""
+        return self.accumulator.store.nbytes if self.accumulator is not None and self._contributed else 0
 
     def has_gradient(self) -> bool:
         """Whether any rank contributed. To be asked after all ranks have met."""
@@ -293,6 +293,7 @@ class Gradients:
         if task == self._task and task != -1:
             return
         self._task = task
+        self.pager.close_batch()  # a closure may run backward inside a step: see [Note: closures]
         self.backwards += 1
         nested = task != -1 and _backwards_on_stack() > 1
         self.pager.transport.begin_backward(reentrant=nested)

@@ -9,14 +9,12 @@ an operator gets the same values whatever was predicted.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -27,10 +25,11 @@ from zeropage.layout import Layout
 from zeropage.memory.addresses import Addresses
 from zeropage.memory.host import allocate, holders
 from zeropage.page import CastNode, Page, Spec
+from zeropage.step_scope import StepScope
 from zeropage.trace import Trace
 from zeropage.transport import Transport
 
-__all__ = ["Counters", "Pager", "Stepping"]
+__all__ = ["Counters", "Pager"]
 
 _Key = tuple[torch.dtype, torch.device, int]
 _P = TypeVar("_P", bound=Page)
@@ -64,7 +63,7 @@ class Pager:
         self.transport = transport
         self.config = config
         self.counters = Counters()
-        self.step = Stepping()
+        self.step = StepScope()
         self.home = _home()
         self.adopt: Callable[[torch.Tensor], None] = _adopt_nothing  # called for every new parameter over a page
         self.space: object = None  # what serves this pager; set and cleared by its maker
@@ -365,52 +364,6 @@ class Pager:
         self.adopt = _adopt_nothing
         self.abandoned = _nothing
         self.transport.close()
-
-
-class Stepping:
-    """Whether the code that runs now is inside an optimizer's step.
-
-    [Note: step frames] torch runs a hook before every `optimizer.step()`, but the hook after it is left out
-    when the step raises. So what is remembered is the stack frame of the step: code is inside the step if
-    that frame is on its own stack, and gradients are off (a closure that runs the model turns them on).
-    """
-
-    __slots__ = ("_local", "intent")
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-        self._local.frame = None
-        self.intent = ""
-
-    def enter(self, frame: FrameType, intent: str) -> None:
-        self._local.frame = frame
-        self.intent = intent
-
-    def leave(self) -> None:
-        self._local.frame = None
-
-    @property
-    def possible(self) -> bool:
-        return self._frame is not None
-
-    @property
-    def _frame(self) -> FrameType | None:
-        try:
-            return self._local.frame  # type: ignore[no-any-return]
-        except AttributeError:  # another thread than the one that made this object
-            return None
-
-    def active(self) -> bool:
-        wanted = self._frame
-        if wanted is None or torch.is_grad_enabled():
-            return False
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame is wanted:
-                return True
-            frame = frame.f_back
-        self.leave()
-        return False
 
 
 def _home() -> torch.device:

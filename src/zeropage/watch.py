@@ -17,6 +17,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # in no __all__
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from zeropage.hooks import register
 from zeropage.page import Page
@@ -41,6 +43,8 @@ class Watcher:
 
     def open(self) -> None:
         """Take every module that this thread makes from now on, until `close`."""
+        if self._depth == 0:
+            self._pager.parameters += 1  # what is made first may be dropped again: the pager stays for the rest
         self._thread = threading.get_ident()
         self._depth += 1
 
@@ -49,6 +53,7 @@ class Watcher:
         if self._depth == 0:
             self._thread = None
             self.name_all()
+            self._pager.parameter_left()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -102,11 +107,12 @@ class Watcher:
 
     def _await_lazy(self, module: nn.Module) -> None:
         """Page the parameters of a lazy module when its first forward has given them shapes."""
+        self._pager.parameters += 1  # a model of lazy modules alone has no page yet that would keep the pager
 
         def materialised(module: nn.Module, inputs: Any) -> None:
-            # holds the watcher: a model of lazy modules alone has no page yet that would
             self.page_module(module)
             handle.remove()
+            self._pager.parameter_left()
 
         handle = module.register_forward_pre_hook(materialised)
 

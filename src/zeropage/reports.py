@@ -1,0 +1,63 @@
+"""What the engine tells: the outcome of a step, and where the memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zeropage.gradients import Record
+from zeropage.pager import Pager
+
+__all__ = ["MemoryReport", "StepResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What `Engine.step` did.
+
+    `grad_norm` is the global 2-norm of the averaged, unscaled gradient before clipping; None when no step
+    was due. `reason` says why nothing was applied; empty when something was.
+    """
+
+    applied: bool
+    grad_norm: float | None
+    loss_scale: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes on this rank. `frames` are gathered copies alive now, `peak_frames` the most there ever were."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    frames: int
+    peak_frames: int
+    by_device: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.frames
+
+    @staticmethod
+    def of(records: Sequence[Record], optimizer: int, pagers: Sequence[Pager]) -> MemoryReport:
+        """The report over these parameters, `optimizer` bytes of state, and the frames of `pagers`."""
+        by_device: dict[str, int] = {}
+        parameters = gradients = 0
+        for record in records:
+            own, summed = record.page.store.nbytes, record.gradient_bytes
+            parameters += own
+            gradients += summed
+            device = str(record.page.spec.device)
+            by_device[device] = by_device.get(device, 0) + own + summed
+        for device in list(by_device)[:1]:
+            by_device[device] += optimizer
+        return MemoryReport(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            frames=sum(pager.resident_bytes for pager in pagers),
+            peak_frames=sum(pager.counters.peak_resident_bytes for pager in pagers),
+            by_device=by_device,
+        )
