@@ -37,8 +37,8 @@ class Space:
     """Everything that serves the pages of one `init` or `shard` call."""
 
     def __init__(self, config: Config, group: object, *, on_cpu: bool) -> None:
-        found = find_group(group, config.timeout_s)
-        self.pager = Pager(open_transport(config, found, on_cpu=on_cpu), config)
+        self.group = find_group(group, config.timeout_s)
+        self.pager = Pager(open_transport(config, self.group, on_cpu=on_cpu), config)
         self.gradients = Gradients(self.pager)
         self.steps = StepHooks(self.pager)
         self.watcher = Watcher(self.pager)

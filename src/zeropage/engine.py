@@ -304,6 +304,11 @@ class Engine:
         self._drop_gradients()
 
     @property
+    def process_group(self) -> Any:
+        """The `torch.distributed` group that the model is sharded over; None for one process by itself."""
+        return self._spaces[0].group.handle
+
+    @property
     def sharded_optimizer(self) -> ShardedOptimizer | None:
         return self._sharded
 

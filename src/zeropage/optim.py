@@ -30,6 +30,8 @@ _ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.ASGD,
 })  # fmt: skip
+# What they keep of a parameter as a whole, and not of each element.
+_PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +180,8 @@ class ShardedOptimizer:
         """State as the step sees it."""
         page = parameter._node.page
         if isinstance(value, torch.Tensor) and not isinstance(value, PagedTensor):
-            if value.dim() == 0 or value.shape != page.spec.shape:
+            whole = value.dim() == 0 and (not self._elementwise or key in _PER_PARAMETER)
+            if whole or value.shape != page.spec.shape:
                 return value
             value = shard_state(value, page, f"{page.name}.{key}")
         if self._elementwise and isinstance(value, PagedTensor):

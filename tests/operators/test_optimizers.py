@@ -372,7 +372,7 @@ def run_state_dicts(transport: str) -> dict[str, Any]:
         torch.save(paged_state, file)
         file.seek(0)
         saved_state = torch.load(file, weights_only=True)
-        for kind, state in (("paged", copy.deepcopy(paged_state)), ("saved", saved_state)):
+        for kind, state in (("paged", copy.deepcopy(paged_state)), ("saved", copy.deepcopy(saved_state))):
             again = Side(OPTIMIZERS[name], transport)
             again.model.load_state_dict(weights)
             again.optimizer.load_state_dict(state)

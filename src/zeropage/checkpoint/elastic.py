@@ -10,16 +10,17 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zeropage.errors import CheckpointError
 from zeropage.optim import ShardedOptimizer, record_of
@@ -65,7 +66,7 @@ def save_checkpoint(
         }
     )
     with torch.no_grad():
-        save(state, checkpoint_id=folder / tag, no_dist=engine.pagers[0].transport.world == 1)
+        _save(engine, state, folder / tag)
     if engine.pagers[0].transport.rank == 0:
         _point(folder, tag)
     engine.pagers[0].transport.meet(f"saved {tag}")
@@ -96,7 +97,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_on
     masters = {} if weights_only or sharded is None else _empty_masters(engine, metadata)
     state.update(masters)
     with torch.no_grad():
-        _load(state, path, alone=engine.pagers[0].transport.world == 1)
+        _load(engine, state, path)
     for parameter in engine.module.parameters():
         if isinstance(parameter, PagedTensor):
             parameter._node.page.changed()
@@ -153,19 +154,13 @@ def _groups(engine: Engine) -> list[dict[str, Any]]:
 # -- what is loaded
 
 
-def _load(state: dict[str, Any], path: Path, *, alone: bool) -> None:
-    with warnings.catch_warnings():
-        # to read alone is the intent here; torch warns that it takes it for one
-        warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable)", category=UserWarning)
-        load(state, checkpoint_id=path, no_dist=alone)
-
-
 def _read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
     described = metadata.state_dict_metadata.get("extra")
     if not isinstance(described, TensorStorageMetadata):
         raise CheckpointError(f"{path} was not written by zeropage: it has no entry 'extra'")
     data = torch.empty(described.size, dtype=torch.uint8)
-    _load({"extra": data}, path, alone=True)
+    with _alone():
+        load({"extra": data}, checkpoint_id=path, no_dist=True)
     extra: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     if extra["version"] > _VERSION:
         raise CheckpointError(f"{path} has format version {extra['version']}; this zeropage reads up to {_VERSION}")
@@ -250,6 +245,33 @@ def _restore_optimizer(
         master = masters.get(f"master.{name}")
         if isinstance(master, PagedTensor):
             sharded.keep_master(record_of(parameter), master._node.page.own())
+
+
+# -- torch.distributed.checkpoint
+
+
+def _save(engine: Engine, state: dict[str, Any], path: Path) -> None:
+    if engine.process_group is None:
+        with _alone():
+            save(state, checkpoint_id=path, no_dist=True)
+    else:
+        save(state, checkpoint_id=path, process_group=engine.process_group)
+
+
+def _load(engine: Engine, state: dict[str, Any], path: Path) -> None:
+    if engine.process_group is None:
+        with _alone():
+            load(state, checkpoint_id=path, no_dist=True)
+    else:
+        load(state, checkpoint_id=path, process_group=engine.process_group)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One process does it by itself, on purpose: torch need not warn of that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 # -- small files
