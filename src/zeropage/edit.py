@@ -168,7 +168,7 @@ class gather(Edits):
     def _spill_out(self, page: Page, memory: torch.Tensor) -> None:
         """Other ranks cannot be reached before the end of the block: the values wait on disk."""
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="zeropage-")
+            self._file = tempfile.TemporaryFile(prefix="zeropage-")  # noqa: SIM115  (closed at the end of the block)
         if page not in self._spill:
             self._spill[page] = self._file.seek(0, 2)
         self._file.seek(self._spill[page])

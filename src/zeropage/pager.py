@@ -344,7 +344,7 @@ class Pager:
         if any(answer != answers[0] for answer in answers):
             told = ", ".join(f"rank {rank}: {int(answer)}" for rank, answer in enumerate(answers))
             raise DivergenceError(
-                f"the ranks have dropped gradients different numbers of times ({told}), so gradients of different steps "
+                f"the ranks have dropped gradients different numbers of times ({told}): gradients of different steps "
                 "were mixed. Call zero_grad() (or set p.grad) on every rank, or on none."
             )
 

@@ -120,7 +120,8 @@ ZOO: dict[str, Kind] = {
         _seq2seq, eager=False, generates=True,
     ),
     "vit": Kind(
-        "ViTForImageClassification", "ViTConfig", _ENCODER | {"image_size": 32, "patch_size": 8, "num_labels": 3}, _image
+        "ViTForImageClassification", "ViTConfig", _ENCODER | {"image_size": 32, "patch_size": 8, "num_labels": 3},
+        _image,
     ),
     "clip": Kind(
         "CLIPModel", "CLIPConfig",
@@ -166,7 +167,8 @@ ZOO: dict[str, Kind] = {
          "drop_path_rate": 0.0}, _depth, eager=False, checkpoints=(),
     ),
     "gemma-2": Kind(
-        "Gemma2ForCausalLM", "Gemma2Config", _DECODER | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+        "Gemma2ForCausalLM", "Gemma2Config",
+        _DECODER | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
         eager=False,
     ),
     "swinv2": Kind(
@@ -181,7 +183,8 @@ ZOO: dict[str, Kind] = {
     ),
     "resnet": Kind(
         "ResNetForImageClassification", "ResNetConfig",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": 3}, _image,
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": 3},
+        _image,
         eager=False, checkpoints=(),
     ),
 }  # fmt: skip

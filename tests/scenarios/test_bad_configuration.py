@@ -70,9 +70,11 @@ def test_settings_that_come_too_late() -> None:
 
 def test_an_optimizer_over_something_else() -> None:
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    with pytest.raises(zp.errors.ConfigError, match="parameter 0 of optimizer group 0 .* does not belong to the model"):
+    with pytest.raises(
+        zp.errors.ConfigError, match=r"parameter 0 of optimizer group 0 .* does not belong to the model"
+    ):
         zp.Engine(model, torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(zp.errors.ConfigError, match="must be a torch.optim.Optimizer"):
+    with pytest.raises(zp.errors.ConfigError, match="must be a torch"):
         zp.Engine(model, iter(()))  # type: ignore[arg-type]
     with pytest.raises(zp.errors.ConfigError, match="closure"):
         zp.Engine(model, torch.optim.LBFGS(model.parameters()))

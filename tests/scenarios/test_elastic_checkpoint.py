@@ -24,7 +24,7 @@ def _tokens(step: int) -> Tensor:
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Two groups of different settings; the last parameter is in none."""
-    *rest, last = model.parameters()
+    *rest, _ = model.parameters()
     return torch.optim.AdamW(
         [{"params": rest[::2], "lr": 1e-2}, {"params": rest[1::2], "lr": 3e-3, "weight_decay": 0.1}], amsgrad=True
     )

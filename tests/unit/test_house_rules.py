@@ -59,7 +59,7 @@ def test_every_public_name_is_documented() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_only_the_transports_talk_to_other_ranks(path: Path) -> None:
-    """Checkpoints use torch's file format, which lives under the same name, and the tensor face describes itself to it."""
+    """Checkpoints use torch's file format, which lives under the same name; the tensor face describes itself to it."""
     if path.parent.name == "transport":
         return
     used = [module for module in _imports(ast.parse(path.read_text())) if module.startswith("torch.distributed")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def test_slices_cover_everything_once_in_order(numel: int, world: int) -> None:
     layout = Layout(numel, world)
     bounds = [layout.bounds(rank) for rank in range(world)]
     assert bounds[0][0] == 0 and bounds[-1][1] == numel
-    assert all(one[1] == other[0] for one, other in zip(bounds, bounds[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in pairwise(bounds))
     assert sum(layout.length(rank) for rank in range(world)) == numel
 
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeropage.memory.host import holders
 
-__all__ = ["Addresses", "AddressRange"]
+__all__ = ["AddressRange", "Addresses"]
 
 
 class AddressRange:

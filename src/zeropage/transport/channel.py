@@ -36,7 +36,8 @@ class HostChannel:
     def __init__(self, group: Group, timeout_s: float) -> None:
         name = group.broadcast(uuid.uuid4().hex)
         store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"zeropage/{name}", dist.distributed_c10d._get_default_store())
+            f"zeropage/{name}", dist.distributed_c10d._get_default_store()
+        )
         self._backend: Any = dist.ProcessGroupGloo(store, group.rank, group.world, timedelta(seconds=timeout_s))
 
     def send(self, data: torch.Tensor, peer: int) -> dist.Work:

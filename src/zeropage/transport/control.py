@@ -111,7 +111,7 @@ class Control:
         self._mine[_Word.MAPPED] = self.met
 
     def await_mapped(self) -> None:
-        """Before the first rank leaves: what it handed over at the last meeting can be opened only while it holds it."""
+        """Before the first rank leaves: what it handed over last can be opened only while it holds it."""
         for peer in self._others:
             with contextlib.suppress(PeerLostError):
                 self.wait(partial(self._has_reached, peer, _Word.MAPPED, self.met), peer)
