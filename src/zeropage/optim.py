@@ -114,6 +114,8 @@ class ShardedOptimizer:
                 record_of(parameter).own_gradient().mul_(factor)
 
     def _write_back(self, stepped: list[PagedTensor]) -> None:
+        for pager in dict.fromkeys(record_of(parameter).pager for parameter in stepped):
+            pager.open_batch("write parameters back")  # an optimizer of paged tensors has closed it at its end
         for parameter in stepped:
             record = record_of(parameter)
             master = self.masters.get(record)

@@ -21,6 +21,7 @@ from zeropage.layout import Box, Layout, boxes
 if TYPE_CHECKING:
     from zeropage.memory.host import Store
     from zeropage.pager import Pager
+    from zeropage.step_scope import StepScope
 
 __all__ = ["CastNode", "Edits", "Node", "Page", "Residency", "Spec", "ViewNode"]
 
@@ -73,12 +74,13 @@ class Node:
     on it may work on a slice alone.
     """
 
-    __slots__ = ("__weakref__", "closed", "in_order", "kids", "live", "spec")
+    __slots__ = ("__weakref__", "closed", "in_order", "kids", "live", "scope", "spec")
 
     page: Page
 
-    def __init__(self, spec: Spec, *, in_order: bool = False) -> None:
+    def __init__(self, spec: Spec, scope: StepScope, *, in_order: bool = False) -> None:
         self.spec = spec
+        self.scope = scope  # while an optimizer's step may be running, `live` is asked for through `value`
         self.in_order = in_order
         self.live: torch.Tensor | None = None
         self.kids: dict[Hashable, Node | tuple[Node, ...]] = {}
@@ -92,6 +94,13 @@ class Node:
     def fault(self) -> torch.Tensor:
         """The plain tensor behind this node, making the page resident if it is not."""
         raise NotImplementedError
+
+    def value(self) -> torch.Tensor:
+        """The plain tensor behind this node, at any time."""
+        if self.scope.entered:
+            self.page.pager.prepare_read_in_step()
+        live = self.live
+        return self.fault() if live is None else live
 
     def apply(self, whole: torch.Tensor) -> torch.Tensor:
         """This node's view of `whole`, a plain tensor that stands for the root."""
@@ -131,7 +140,7 @@ class ViewNode(Node):
     __slots__ = ("make", "page", "parent")
 
     def __init__(self, parent: Node, spec: Spec, make: Make, *, in_order: bool = False) -> None:
-        super().__init__(spec, in_order=in_order)
+        super().__init__(spec, parent.scope, in_order=in_order)
         self.page = parent.page
         self.parent = parent
         self.make = make
@@ -162,7 +171,7 @@ class CastNode(Node):
     __slots__ = ("convert", "kept", "page", "source", "version")
 
     def __init__(self, source: Node, spec: Spec, convert: Make) -> None:
-        super().__init__(spec)
+        super().__init__(spec, source.scope)
         self.page = source.page
         self.source: Node | None = source
         self.convert = convert
@@ -213,7 +222,7 @@ class Page(Node):
     )
 
     def __init__(self, name: str, spec: Spec, layout: Layout, store: Store, pager: Pager, number: int) -> None:
-        super().__init__(spec, in_order=True)
+        super().__init__(spec, pager.step, in_order=True)
         self.name = name
         self.layout = layout
         self.store = store

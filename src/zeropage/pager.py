@@ -80,6 +80,7 @@ class Pager:
         self._largest = 0
         self._number = 0
         self._batch_open = False
+        self._reads_in_batch = False
         self._lock = threading.RLock()
 
     # -- pages
@@ -137,6 +138,19 @@ class Pager:
                 assert page.store.whole is not None
                 return page.shaped(page.store.whole)
             return page.shaped(self._framed(page, in_step).memory)
+
+    def prepare_read_in_step(self) -> None:
+        """To be called before a page is read while an optimizer's step may be running.
+
+        [Note: reads inside a step] While slices are being written, a rank that is ahead may have written its slice
+        already. So such a read is collective: all ranks read before any goes on, whatever each of them had
+        resident before. The first one of a batch drops all that is resident, so that all ranks begin alike.
+        """
+        if self._batch_open and not self._reads_in_batch and self.step.active():
+            self._reads_in_batch = True
+            self.evict_all()
+            for page in list(self.pages.values()):
+                page.drop()
 
     def _step_phase(self, page: Page) -> str | None:
         """What the transport calls this read if slices are being written, else None.
@@ -331,6 +345,7 @@ class Pager:
         if not self._batch_open:
             self._agree_on_gradients(self.transport.open_writes(intent, self._dropped()))
             self._batch_open = True
+            self._reads_in_batch = False
 
     def end_backwards(self, intent: str) -> None:
         """Wait until all ranks have ended their backwards (collective): sums are complete."""

@@ -19,19 +19,22 @@ class StepScope:
     that frame is on its own stack, and gradients are off (a closure that runs the model turns them on).
     """
 
-    __slots__ = ("_local", "intent")
+    __slots__ = ("_local", "entered", "intent")
 
     def __init__(self) -> None:
         self._local = threading.local()
         self._local.frame = None
+        self.entered = False  # cheap to ask: if false, `active()` is false in every thread
         self.intent = ""
 
     def enter(self, frame: FrameType, intent: str) -> None:
         self._local.frame = frame
+        self.entered = True
         self.intent = intent
 
     def leave(self) -> None:
         self._local.frame = None
+        self.entered = False
 
     @property
     def possible(self) -> bool:

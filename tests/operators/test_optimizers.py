@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -121,10 +122,10 @@ class Side:
             zp.shard(self.model, {"transport": transport, "poison_frames": True} | settings)
         self.optimizer = make(list(self.model.parameters()))
 
-    def backward(self, step: int) -> Tensor:
-        """Gradients of the mean loss over ranks; the loss of this rank, or of all for the plain model."""
+    def backward(self, step: int, change: Callable[[Tensor, int], Tensor] = lambda loss, rank: loss) -> Tensor:
+        """Gradients of the mean loss over ranks; the mean loss. `change` makes something else of a rank's loss."""
         if not self.plain:
-            loss = loss_of(self.model, step, dist.get_rank())
+            loss = change(loss_of(self.model, step, dist.get_rank()), dist.get_rank())
             loss.backward()
             return all_mean(loss.detach())
         world = dist.get_world_size()
@@ -133,7 +134,7 @@ class Side:
         for rank in range(world):
             for parameter in self.model.parameters():
                 parameter.grad = None
-            loss = loss_of(self.model, step, rank)
+            loss = change(loss_of(self.model, step, rank), rank)
             loss.backward()
             losses.append(loss.detach())
             for parameter in self.model.parameters():
@@ -329,7 +330,12 @@ def run_scaler(transport: str) -> list[Any]:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         scales.append([])
         for step in range(5):
-            scaled_backward(side, scaler, step)
+
+            def scaled(loss: Tensor, rank: int, scaler: Any = scaler, step: int = step) -> Tensor:
+                bad = step == 1 and rank == dist.get_world_size() - 1
+                return scaler.scale(loss * float("inf") if bad else loss)
+
+            side.backward(step, scaled)
             scaler.unscale_(side.optimizer)
             nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
             scaler.step(side.optimizer)
@@ -340,16 +346,6 @@ def run_scaler(transport: str) -> list[Any]:
     if scales[0] != scales[1] or 4.0 not in scales[1]:
         wrong.append(scales)
     return wrong
-
-
-def scaled_backward(side: Side, scaler: Any, step: int) -> None:
-    world = dist.get_world_size()
-    ranks = range(world) if side.plain else [dist.get_rank()]
-    for rank in ranks:
-        loss = loss_of(side.model, step, rank)
-        if step == 1 and rank == world - 1:
-            loss = loss * float("inf")
-        scaler.scale(loss / world if side.plain else loss).backward()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -427,6 +423,41 @@ def run_failing_step(transport: str) -> list[str]:
         side.optimizer.zero_grad()
         side.train(range(3, 5))
     return wrong + differences(sides[0].model, sides[1].model)
+
+
+class ByNorm(optim.Optimizer):
+    """Reads whole parameters and writes to them in turn; ranks are at different points of their step."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                time.sleep(0.02 * (dist.get_rank() % 2))
+                p.mul_(p.square().sum() / (1 + p.grad.abs().sum()))
+                p.div_(p.abs().max() + p.grad.abs().max())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_reads_inside_a_step_do_not_depend_on_timing_or_residency(transport: str) -> None:
+    for found in run(2, run_by_norm, transport):
+        assert found == []
+
+
+def run_by_norm(transport: str) -> list[str]:
+    plain, paged = Side(ByNorm, None), Side(ByNorm, transport)
+    plain.train(range(3))
+
+    def look(model: nn.Module) -> None:
+        if dist.get_rank() == 0:  # resident on this rank alone
+            model.second.weight.sum(), model.first.weight.grad.sum()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*not elementwise.*")
+        paged.train(range(3), look)
+    return differences(plain.model, paged.model)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

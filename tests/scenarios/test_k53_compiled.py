@@ -58,6 +58,8 @@ def _scenario(transport: str, backend: str, whole: bool) -> tuple[int, int]:
     return first, graphs
 
 
+# after a graph break dynamo looks at the `.grad` of activations, also without any sharding
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     ("backend", "transport"),
     [

@@ -39,7 +39,7 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     copies = {}
     for page in pages:
         copies[page] = allocate(page.layout.numel, page.dtype, page.spec.device)
-        copies[page].copy_(page.flat(page.pager.fault(page)))
+        copies[page].copy_(page.flat(page.value()))
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, Paged) and tensor._node.page in copies:

@@ -68,18 +68,12 @@ class PagedTensor(Paged):
         for argument in args:
             if isinstance(argument, Paged):
                 node = argument._node
-                if node.page.pager.step.possible and stepping.applies(args, kwargs or {}):
-                    made = stepping.on_slices(PagedTensor, func, args, kwargs or {})
-                    if made is not NotImplemented:
-                        return made
+                if node.scope.entered:
+                    return stepping.read(PagedTensor, func, args, kwargs or {})
                 argument = node.live
                 if argument is None:
                     argument = node.fault()
             elif argument.__class__ is list or argument.__class__ is tuple:
-                if argument and isinstance(argument[0], Paged) and stepping.applies(args, kwargs or {}):
-                    made = stepping.on_slices(PagedTensor, func, args, kwargs or {})
-                    if made is not NotImplemented:
-                        return made
                 argument = plain(argument)
             ready.append(argument)
         if kwargs:

@@ -13,17 +13,26 @@ from torch._ops import OpOverload
 
 from zeropage.page import Node, Page, Spec
 from zeropage.tensor.base import Paged, wrap
-from zeropage.tensor.rules import is_pointwise
+from zeropage.tensor.rules import careful, is_pointwise
 from zeropage.tensor.slices import can_slice, cut, cut_lists
-from zeropage.tensor.trees import paged_in, rebuild, tensors_in
+from zeropage.tensor.trees import paged_in, plain, rebuild, tensors_in
 
-__all__ = ["applies", "on_slices"]
+__all__ = ["applies", "on_slices", "read"]
 
 
 def applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this operator runs inside an optimizer step over its pages."""
     paged = paged_in(args) or paged_in(kwargs)
     return bool(paged) and paged[0]._node.page.pager.step.active()
+
+
+def read(cls: type[Paged], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that only reads, while an optimizer's step may be running."""
+    if applies(args, kwargs):
+        made = on_slices(cls, func, args, kwargs)
+        if made is not NotImplemented:
+            return made
+    return careful(func)(*plain(args), **plain(kwargs))
 
 
 def on_slices(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

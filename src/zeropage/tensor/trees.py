@@ -62,5 +62,4 @@ def plain(tree: Any) -> Any:
 def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, Paged):
         return tensor
-    live = tensor._node.live
-    return tensor._node.fault() if live is None else live
+    return tensor._node.value()

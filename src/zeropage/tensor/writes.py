@@ -204,16 +204,11 @@ def _private_copy(page: Page, *, gathers: bool) -> torch.Tensor:
     """A full-size copy (1-D) of this rank's own: with all values, or with the own slice's only."""
     copy = allocate(page.layout.numel, page.dtype, page.spec.device)
     if gathers and page.written:
-        copy.copy_(page.flat(_full(page)))
+        copy.copy_(page.flat(page.value()))
     elif page.written:
         low, high = page.bounds
         copy[low:high].copy_(page.own())
     return copy
-
-
-def _full(page: Page) -> torch.Tensor:
-    live = page.live
-    return page.fault() if live is None else live
 
 
 def _write_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> Any:
