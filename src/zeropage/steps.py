@@ -21,6 +21,9 @@ from zeropage.tensor import PagedTensor, over
 
 __all__ = ["StepHooks", "page_state"]
 
+# Parameters without dimensions are gathered whatever the optimizer does: nothing to warn of.
+_FEW_BYTES = 1024
+
 
 class StepHooks:
     """Watches the steps of all optimizers; acts on those that hold parameters of its pager."""
@@ -57,7 +60,7 @@ class StepHooks:
         pager.close_batch()
         pager.step.leave()
         moved = pager.counters.bytes_moved - self._moved
-        if moved and optimizer not in self._warned:
+        if moved > _FEW_BYTES and optimizer not in self._warned:
             self._warned.add(optimizer)
             warn_whole(type(optimizer).__name__, moved)
 

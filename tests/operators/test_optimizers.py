@@ -23,6 +23,7 @@ from tests.harness import run
 
 TRANSPORTS = ("shared", "collective")
 WORLDS = (2, 3)
+MORE_WORLDS = (2, pytest.param(3, marks=pytest.mark.slow))
 STEPS = 4
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -123,11 +124,11 @@ class Side:
         self.optimizer = make(list(self.model.parameters()))
 
     def backward(self, step: int, change: Callable[[Tensor, int], Tensor] = lambda loss, rank: loss) -> Tensor:
-        """Gradients of the mean loss over ranks; the mean loss. `change` makes something else of a rank's loss."""
+        """Gradients of the mean loss over ranks. `change` makes something else of a rank's loss, which is returned."""
         if not self.plain:
             loss = change(loss_of(self.model, step, dist.get_rank()), dist.get_rank())
             loss.backward()
-            return all_mean(loss.detach())
+            return loss.detach()
         world = dist.get_world_size()
         kept = {parameter: parameter.grad for parameter in self.model.parameters()}
         losses = []
@@ -162,7 +163,8 @@ class Side:
     def _closure(self, step: int) -> Tensor:
         self.optimizer.zero_grad()
         with torch.enable_grad():
-            return self.backward(step)
+            loss = self.backward(step)
+        return loss if self.plain else all_mean(loss)  # it decides how the line search goes on
 
 
 def all_mean(loss: Tensor) -> Tensor:
@@ -249,7 +251,7 @@ def run_warned(transport: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", MORE_WORLDS)
 def test_optimizers_through_the_engine_equal_unsharded_ones(world: int, transport: str) -> None:
     for found in run(world, run_engines, transport):
         assert found == {}
@@ -282,7 +284,7 @@ def run_engines(transport: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", MORE_WORLDS)
 def test_clipping(world: int, transport: str) -> None:
     for found in run(world, run_clipping, transport):
         assert found == {}
@@ -316,7 +318,7 @@ def run_clipping(transport: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", MORE_WORLDS)
 def test_grad_scaler(world: int, transport: str) -> None:
     for found in run(world, run_scaler, transport):
         assert found == []
@@ -349,7 +351,7 @@ def run_scaler(transport: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", MORE_WORLDS)
 def test_state_dicts(world: int, transport: str) -> None:
     for found in run(world, run_state_dicts, transport):
         assert found == {}
@@ -457,7 +459,10 @@ def run_by_norm(transport: str) -> list[str]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*not elementwise.*")
         paged.train(range(3), look)
-    return differences(plain.model, paged.model)
+    found = differences(plain.model, paged.model)
+    with torch.no_grad():
+        paged.model.unused.zero_()  # a meeting: over collectives, a rank that has left serves nobody
+    return found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -108,3 +108,33 @@ def _halved_by_hook(transport: str) -> None:
 @everywhere
 def test_tensor_hooks(transport: str, world: int) -> None:
     run(world, _halved_by_hook, transport)
+
+
+def _late(transport: str) -> str:
+    """The first rank adds its second micro-batch before the others have looked at the first."""
+    plain, model = plain_copy(build_lm), zp.shard(plain_copy(build_lm), {"transport": transport})
+    rank, told = dist.get_rank(), ""
+    averaged_backward(plain.parameters(), lambda r: next_token(plain, lm_batch(0, 0, r)))
+    next_token(model, lm_batch(0, 0, rank)).backward()
+    if rank == 0:
+        next_token(model, lm_batch(0, 1, rank)).backward()
+    if transport == "shared":  # messages need all ranks to take part: there the others look while it adds
+        dist.barrier()
+    if rank != 0:
+        try:
+            same(plain.head.weight.grad, model.head.weight.grad, "of the first micro-batch alone")
+        except zp.errors.GradientError as error:
+            told = str(error)
+        next_token(model, lm_batch(0, 1, rank)).backward()
+    averaged_backward(plain.parameters(), lambda r: next_token(plain, lm_batch(0, 1, r)))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    same_parameters(plain, model, exact=False)
+    return told
+
+
+@everywhere
+def test_a_late_look_is_right_or_an_error(transport: str, world: int) -> None:
+    for told in run(world, _late, transport)[1:]:
+        if told or transport == "shared":
+            assert "'head.weight' was read after another rank had gone on" in told

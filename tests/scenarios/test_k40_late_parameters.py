@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import zeropage as zp
 from tests.harness import run
 from tests.harness.models import mlp_batch
-from tests.scenarios.beside import averaged_backward, everywhere, plain_copy, same_parameters
+from tests.scenarios.beside import averaged_backward, everywhere, same_parameters
 
 
 def _lazy() -> nn.Module:

@@ -35,7 +35,7 @@ def _scenario(transport: str, backend: str, whole: bool) -> tuple[int, int]:
         for block in model.blocks:
             block.compile(backend=counting)
     first = 0
-    for round_number in range(3):
+    for round_number in range(2):
         plain.train()
         model.train()
         for step in range(2):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 
 from zeropage.page import Node
 
-__all__ = ["Paged", "wrap"]
+__all__ = ["Paged", "uncompiled", "wrap"]
 
 _make = torch.Tensor._make_wrapper_subclass
 _throw_on_pointer = torch._C._set_throw_on_mutable_data_ptr
+_frames = torch._C._dynamo.eval_frame
 _P = TypeVar("_P", bound="Paged")
+_F = TypeVar("_F", bound=FunctionType)
 
 
 class Paged(torch.Tensor):
@@ -27,11 +30,24 @@ def wrap(cls: type[_P], node: Node, requires_grad: bool = False) -> _P:
     [Note: wrappers outside inference mode] A wrapper made in inference mode could not be seen through a view
     later ("Cannot set version_counter for inference tensor"), so the mode is put off while it is made.
     """
+    made: Any
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            made: Any = _make(cls, *node.spec, requires_grad=requires_grad)
-    else:
-        made = _make(cls, *node.spec, requires_grad=requires_grad)
+            made = _make(cls, *node.spec, requires_grad=requires_grad)
+    elif requires_grad:
+        made = _make(cls, *node.spec, requires_grad=True)
+    else:  # the usual case; a keyword costs as much as the rest
+        made = _make(cls, *node.spec)
     made._node = node
     _throw_on_pointer(made)  # a raw pointer to memory that is not there becomes an error
     return made  # type: ignore[no-any-return]
+
+
+def uncompiled(function: _F) -> _F:
+    """Let torch.compile leave `function` and whatever it calls alone.
+
+    `torch._dynamo.disable` does so by a wrapper, which costs more than the function; this marks its code.
+    """
+    skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+    _frames.set_code_exec_strategy(function.__code__, skip)
+    return function

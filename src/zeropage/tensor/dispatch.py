@@ -42,6 +42,10 @@ def handler_of(func: Any) -> tuple[Handler | None, Callable[..., Any]]:
         return _foreach, func
     if kind is Kind.READ:
         return None, direct(func)
+    if func in _SAME:
+        return _same, func
+    if kind is Kind.VIEW:
+        return _view_of(func), func
     return _HANDLERS[kind], func
 
 
@@ -99,31 +103,39 @@ def _factory(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: 
     return func(stand_in, *plain(args[1:]), **plain(kwargs))
 
 
-def _view(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _same(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
-    if not isinstance(source, Paged):
-        return _read(func, args, kwargs)
-    node = source._node
-    if func in _SAME:
-        return wrap(cls, node)
-    rest = args[1:]
-    if any_paged(rest):
-        rest = plain(rest)
-    key = _key(func, rest, kwargs)
-    kid = node.kids.get(key)
-    if kid is None:
-        kid = _new_view(node, func, rest, kwargs)
-        node.keep(key, kid)
-    if isinstance(kid, tuple):
-        return [wrap(cls, part) for part in kid]
-    return wrap(cls, kid)
+    return wrap(cls, source._node) if isinstance(source, Paged) else _read(func, args, kwargs)
 
 
-def _key(func: OpOverload, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    if not rest and not kwargs:
-        return func
-    frozen = tuple(tuple(a) if isinstance(a, list) else a for a in rest)
-    return (func, frozen, *sorted(kwargs.items())) if kwargs else (func, frozen)
+def _view_of(func: OpOverload) -> Handler:
+    """The handler of one view operator."""
+    token = object()  # stands for `func` in keys: operators are slow to hash
+
+    def view(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        source = args[0]
+        if not isinstance(source, Paged):
+            return _read(func, args, kwargs)
+        node = source._node
+        rest = args[1:]
+        key: Hashable = token
+        if rest or kwargs:
+            if any_paged(rest):
+                rest = plain(rest)
+            key = (token, tuple(map(_frozen, rest)), *sorted(kwargs.items()))
+        kid = node.kids.get(key)
+        if kid is None:
+            kid = _new_view(node, func, rest, kwargs)
+            node.keep(key, kid)
+        if kid.__class__ is tuple:
+            return [wrap(cls, part) for part in kid]
+        return wrap(cls, kid)
+
+    return view
+
+
+def _frozen(argument: Any) -> Hashable:
+    return tuple(argument) if isinstance(argument, list) else argument
 
 
 def _new_view(node: Node, func: OpOverload, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | tuple[Node, ...]:
@@ -188,7 +200,6 @@ def _write(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: di
 
 
 _HANDLERS: dict[Kind, Handler] = {
-    Kind.VIEW: _view,
     Kind.CAST: _cast,
     Kind.FACTORY: _factory,
     Kind.WRITE: _write,

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from zeropage.errors import UnsupportedOperationError
 from zeropage.page import Page
 from zeropage.tensor import identity, stepping
-from zeropage.tensor.base import Paged, wrap
+from zeropage.tensor.base import Paged, uncompiled, wrap
 from zeropage.tensor.dispatch import Handler, handler_of
 from zeropage.tensor.rules import careful
 from zeropage.tensor.trees import plain
@@ -56,7 +56,7 @@ class PagedTensor(Paged):
         return made  # type: ignore[no-any-return]
 
     @classmethod
-    @torch._dynamo.disable
+    @uncompiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         entry = PagedTensor._table.get(func)
         if entry is None:

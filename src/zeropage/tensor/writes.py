@@ -98,7 +98,7 @@ def _replaces(func: OpOverload, args: tuple[Any, ...]) -> bool:
         return False
     one, other = args[:2]
     same = one.shape == other.shape and one.stride() == other.stride()
-    return same and one.dtype == other.dtype and one.device == other.device
+    return bool(same and one.dtype == other.dtype and one.device == other.device)
 
 
 def _refusal(func: OpOverload, paged: Sequence[Paged]) -> UnsupportedOperationError:
@@ -266,7 +266,7 @@ def _write_edits(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     def read(tensor: torch.Tensor) -> torch.Tensor:
         is_target = isinstance(tensor, Paged) and tensor._node.page in pages
-        return tensor if is_target else plain(tensor)  # type: ignore[no-any-return]
+        return tensor if is_target else plain(tensor)
 
     ready = rebuild([args, kwargs], read)
     values = {page: page.edits.open(page) for page in pages if page.edits is not None}

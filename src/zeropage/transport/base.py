@@ -42,8 +42,8 @@ def accumulate(target: torch.Tensor, gradient: torch.Tensor, scale: float, *, fi
 
 def overtaken(name: str) -> GradientError:
     return GradientError(
-        f"the gradient of {name!r} was read after another rank had gone on to the next one. "
-        "Read gradients on every rank before any rank calls zero_grad() and backward() again."
+        f"the gradient of {name!r} was read after another rank had gone on and added more to it. Read gradients on "
+        "every rank before any rank calls backward() again."
     )
 
 
@@ -61,20 +61,23 @@ class Accumulator(Protocol):
         """Add `scale * gradient` (1-D, `layout.numel` elements, flat order) into the owners' slices."""
 
     def present(self, epoch: int) -> bool:
-        """Whether any rank contributed to `epoch`. Right after `await_gradients` or a collective call."""
+        """Whether any rank contributed to `epoch` in a backward that this rank has ended too.
+
+        Right after `await_gradients` or a collective call.
+        """
 
     def own(self, epoch: int) -> torch.Tensor:
         """This rank's slice of the sum of `epoch`.
 
         Raises:
-            GradientError: another rank has gone on to a later epoch, whose sum has replaced this one.
+            GradientError: another rank has gone on to a later epoch, or to a backward that this rank has not run.
         """
 
     def mark(self, epoch: int) -> None:
         """Say that this rank has written its slice itself (an assignment to `grad`)."""
 
     def check(self, epoch: int) -> None:
-        """Raise GradientError if any slice belongs to a later epoch than `epoch` (after a copy of them)."""
+        """Raise GradientError if any slice holds more than the sum of `epoch` so far (after a copy of them)."""
 
     def release(self) -> None:
         """Give the memory back where the transport can (a frozen parameter); the sum is lost."""

@@ -77,6 +77,7 @@ class RoundAccumulator:
         self._name, self._rounds, self._dtype, self._device = name, rounds, dtype, device
         self._content = -1
         self._contributed = -1
+        self._first = self._latest = 0  # one more than the number of the backward of the first and latest contribution
 
     def add(self, gradient: torch.Tensor, scale: float, epoch: int) -> None:
         self._rounds.add(self, gradient, scale, epoch)
@@ -87,11 +88,17 @@ class RoundAccumulator:
             accumulate(self._memory(), part, scale, first=epoch > self._content)
             self._content = epoch
 
-    def note(self, epoch: int) -> None:
-        self._contributed = max(self._contributed, epoch)
+    def note(self, epoch: int, turn: int) -> None:
+        """Somebody contributed to `epoch` in the backward of that number."""
+        if epoch > self._contributed:
+            self._contributed, self._first, self._latest = epoch, turn, turn
+        elif epoch == self._contributed:
+            self._first, self._latest = min(self._first, turn), max(self._latest, turn)
 
     def present(self, epoch: int) -> bool:
-        return self._contributed >= epoch and self._contributed != -1
+        if self._contributed == -1 or self._contributed < epoch:
+            return False
+        return self._contributed > epoch or self._first <= self._rounds.ended
 
     def own(self, epoch: int) -> torch.Tensor:
         self.check(epoch)
@@ -104,9 +111,10 @@ class RoundAccumulator:
     def mark(self, epoch: int) -> None:
         self._memory()
         self._content = self._contributed = epoch
+        self._first = self._latest = 0
 
     def check(self, epoch: int) -> None:
-        if self._contributed > epoch:
+        if self._contributed > epoch or (self._contributed == epoch and self._latest > self._rounds.ended):
             raise overtaken(self._name)
 
     def release(self) -> None:
@@ -172,6 +180,7 @@ class Rounds:
                 intents = [request.intent for request in requests]
                 if any(other != intents[0] for other in intents):
                     raise DivergenceError(describe_divergence(intents))
+                self.ended = max(request.ended for request in requests)
                 return [request.payload for request in requests]
 
     def await_ended(self) -> None:
@@ -256,7 +265,7 @@ class Rounds:
             part,
             request,
         ) in traffic.received:  # in rank order: sums have the same bits in every run
-            target.note(request.epoch)
+            target.note(request.epoch, request.ended + 1)
             if part.numel():
                 target.take(part, request.scale, request.epoch)
 

@@ -36,6 +36,8 @@ class _Mark(IntEnum):
     TURN = 0  # one more than the number of the last backward in which this rank contributed
     CONTRIBUTED = 1  # one more than the epoch of this rank's last contribution
     CONTENT = 2  # one more than the epoch that this rank's slice holds
+    FIRST = 3  # one more than the number of the backward with this rank's first contribution to its epoch
+    LATEST = 4  # the same of its latest one, set before anything is added
 
 
 class SharedAccumulator:
@@ -54,6 +56,10 @@ class SharedAccumulator:
         transport, layout = self._transport, self.store.layout
         transport.settle()
         turn = transport.await_turn(self._marks)
+        mine = self._marks[transport.rank]
+        mine[_Mark.LATEST] = turn + 1
+        if mine[_Mark.CONTRIBUTED] <= epoch:
+            mine[_Mark.FIRST] = turn + 1
         for owner, target in enumerate(self._slices):
             if target.numel():
                 with transport.lock(self.store.uid * layout.world + owner):
@@ -61,17 +67,21 @@ class SharedAccumulator:
                     part = gradient[slice(*layout.bounds(owner))]
                     accumulate(target, part, scale, first=marks[_Mark.CONTENT] <= epoch)
                     marks[_Mark.CONTENT] = max(marks[_Mark.CONTENT], epoch + 1)
-        mine = self._marks[transport.rank]
         mine[_Mark.CONTRIBUTED] = epoch + 1
         if not transport.reentrant:
             mine[_Mark.TURN] = turn + 1
 
     def present(self, epoch: int) -> bool:
-        return any(marks[_Mark.CONTRIBUTED] > epoch for marks in self._marks)
+        turn = self._transport.turn
+        return any(
+            marks[_Mark.CONTRIBUTED] > epoch + 1 or (marks[_Mark.CONTRIBUTED] > epoch and marks[_Mark.FIRST] <= turn)
+            for marks in self._marks
+        )
 
     def own(self, epoch: int) -> torch.Tensor:
         marks = self._marks[self._transport.rank]
         self._check_slice(marks, epoch)
+        self._check_turns()
         if marks[_Mark.CONTENT] <= epoch:
             self.store.shard.zero_()
             marks[_Mark.CONTENT] = epoch + 1
@@ -81,14 +91,22 @@ class SharedAccumulator:
         mine = self._marks[self._transport.rank]
         mine[_Mark.CONTENT] = epoch + 1
         mine[_Mark.CONTRIBUTED] = epoch + 1
+        mine[_Mark.FIRST] = mine[_Mark.LATEST] = 0
 
     def check(self, epoch: int) -> None:
         for marks, part in zip(self._marks, self._slices, strict=True):
             if part.numel():
                 self._check_slice(marks, epoch)
+        self._check_turns()
 
     def _check_slice(self, marks: ctypes.Array[ctypes.c_uint64], epoch: int) -> None:
         if marks[_Mark.CONTENT] > epoch + 1:
+            raise overtaken(self._name)
+
+    def _check_turns(self) -> None:
+        """Nobody may have added to the sum in a backward later than those that this rank has ended."""
+        turn = self._transport.turn
+        if any(marks[_Mark.LATEST] > turn for marks in self._marks):
             raise overtaken(self._name)
 
     def release(self) -> None:
@@ -230,6 +248,11 @@ class SharedTransport:
     def begin_backward(self, *, reentrant: bool) -> None:
         self._in_backward = True
         self.reentrant = self.reentrant or reentrant
+
+    @property
+    def turn(self) -> int:
+        """The number of backwards that this rank has ended; a meeting makes it equal on all ranks."""
+        return self._turn
 
     def end_backward(self) -> None:
         if self._in_backward:
