@@ -3,8 +3,8 @@
     python benchmarks/touch.py [--rounds 41] [--repeats 300]
 
 Both kinds run in turn in the same process, so that noise of the machine meets both; medians over the rounds
-are shown, in microseconds of processor time a call. "gradients" times `torch.autograd.grad`: forward and backward, nothing
-accumulated. "training" times `backward()`, which also gives each gradient to its owner.
+are shown, in microseconds of processor time a call. "gradients" times `torch.autograd.grad`: forward and
+backward, nothing accumulated. "training" times `backward()`, which also gives each gradient to its owner.
 """
 
 from __future__ import annotations

@@ -215,6 +215,8 @@ class Page(Node):
         "name",
         "number",
         "pager",
+        "physical_order",
+        "row_major",
         "store",
         "users",
         "version",
@@ -225,6 +227,8 @@ class Page(Node):
         super().__init__(spec, pager.step, in_order=True)
         self.name = name
         self.layout = layout
+        self.physical_order = _physical_order(spec)
+        self.row_major = self.physical_order == sorted(self.physical_order)
         self.store = store
         self.pager = pager
         self.number = number  # what the trace knows it by
@@ -295,13 +299,9 @@ class Page(Node):
 
     def flat(self, full: torch.Tensor) -> torch.Tensor:
         """A tensor that broadcasts to the page's shape, as 1-D in the page's flat order (a view if it can be)."""
-        return full.expand(self.spec.shape).permute(self.physical_order).reshape(-1)
-
-    @property
-    def physical_order(self) -> list[int]:
-        """The dimensions from the one with the largest stride to the smallest."""
-        shape, stride = self.spec.shape, self.spec.stride
-        return sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] == 1, d))
+        if full.shape != self.spec.shape:
+            full = full.expand(self.spec.shape)
+        return full.reshape(-1) if self.row_major else full.permute(self.physical_order).reshape(-1)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that broadcasts to the page's shape (1-D)."""
@@ -343,6 +343,11 @@ class Page(Node):
             self.pager.evict(self)
             self.drop(close=True)
         self.pager.parameter_left()
+
+
+def _physical_order(spec: Spec) -> list[int]:
+    """The dimensions from the one with the largest stride to the smallest."""
+    return sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], spec.shape[d] == 1, d))
 
 
 class Edits:

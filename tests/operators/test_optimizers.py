@@ -409,7 +409,7 @@ def test_an_exception_inside_a_step(transport: str) -> None:
 
 
 def run_failing_step(transport: str) -> list[str]:
-    sides = [Side(lambda p: Failing(p, 0.1, momentum=0.9), None), Side(lambda p: Failing(p, 0.1, momentum=0.9), transport)]
+    sides = [Side(lambda p: Failing(p, 0.1, momentum=0.9), kind) for kind in (None, transport)]
     wrong = []
     for side in sides:
         side.train(range(2))

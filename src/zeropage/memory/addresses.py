@@ -64,7 +64,7 @@ class Addresses:
         known = self._copies.get(page)
         if known is None or known[0] != version:
             return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(known[1].cdata)
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(known[1].cdata)
         if storage is None:
             return None
         with torch.inference_mode(False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import FunctionType
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ _make = torch.Tensor._make_wrapper_subclass
 _throw_on_pointer = torch._C._set_throw_on_mutable_data_ptr
 _frames = torch._C._dynamo.eval_frame
 _P = TypeVar("_P", bound="Paged")
-_F = TypeVar("_F", bound=FunctionType)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Paged(torch.Tensor):

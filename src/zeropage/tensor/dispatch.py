@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def _view_of(func: OpOverload) -> Handler:
         if kid is None:
             kid = _new_view(node, func, rest, kwargs)
             node.keep(key, kid)
-        if kid.__class__ is tuple:
+        if isinstance(kid, tuple):
             return [wrap(cls, part) for part in kid]
         return wrap(cls, kid)
 
@@ -142,9 +143,12 @@ def _new_view(node: Node, func: OpOverload, rest: tuple[Any, ...], kwargs: dict[
     spec = node.spec
     made = func(spec.meta(), *rest, **kwargs)
     if isinstance(made, (list, tuple)):
+
+        def pick(base: torch.Tensor, index: int) -> Any:
+            return func(base, *rest, **kwargs)[index]
+
         return tuple(
-            ViewNode(node, Spec.of(part, spec.device), lambda base, i=i: func(base, *rest, **kwargs)[i])
-            for i, part in enumerate(made)
+            ViewNode(node, Spec.of(part, spec.device), partial(pick, index=index)) for index, part in enumerate(made)
         )
     in_order = node.in_order and func in _ORDER_KEEPING and _is_dense(spec) and not spec.dtype.is_complex
     return ViewNode(node, Spec.of(made, spec.device), lambda base: func(base, *rest, **kwargs), in_order=in_order)

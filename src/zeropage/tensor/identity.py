@@ -6,7 +6,7 @@ The rule: optimizers, hooks, attributes and references that held the parameter b
 from __future__ import annotations
 
 import sys
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -131,8 +131,8 @@ def _refuse_part_of_buffer(value: torch.Tensor, name: str) -> None:
         )
 
 
-def _called_by(function: FunctionType) -> bool:
-    """Whether `function` is on the stack. (`vector_to_parameters` promises copies, and hands out parts of its vector.)"""
+def _called_by(function: Any) -> bool:
+    """Whether `function` is on the stack (`vector_to_parameters` promises copies, and hands out parts)."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
@@ -246,7 +246,8 @@ def _exchange(parameter: torch.Tensor, wrapper: Paged, name: str) -> None:
     needed = parameter.requires_grad
     if any(hooks) and _differentiable(parameter.dtype):
         parameter.requires_grad_(True)
-    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
+    parameter._backward_hooks = None
+    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch clears it so
     if hooks[0] is not None:
         parameter._backward_hooks = hooks[0]
     if hooks[1] is not None:

@@ -38,7 +38,7 @@ class PagedTensor(Paged):
 
     _table: dict[Any, tuple[Handler | None, Any]] = {}  # noqa: RUF012  (what each operator does, once known)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True, **attributes: Any) -> PagedTensor:
         """Another parameter over the page of `data`, for code that calls `type(p)(p.data, ...)`.
@@ -57,7 +57,9 @@ class PagedTensor(Paged):
 
     @classmethod
     @uncompiled
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         entry = PagedTensor._table.get(func)
         if entry is None:
             entry = PagedTensor._table[func] = handler_of(func)
@@ -82,7 +84,7 @@ class PagedTensor(Paged):
 
     # -- what it is
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         node = self._node
         kind = "Parameter" if self._is_param else "tensor"
         extra = ", requires_grad=True" if self.requires_grad else ""

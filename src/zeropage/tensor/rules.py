@@ -116,7 +116,8 @@ def kind_of(func: OpOverload) -> Kind:
 @cache
 def direct(func: OpOverload) -> Callable[..., Any]:
     """The quickest callable for `func` on positional arguments (torch's own C function for the hot ones)."""
-    return _DIRECT.get(func, careful(func))
+    found: Any = _DIRECT.get(func, func if func in _WHOLE else careful(func))
+    return found  # type: ignore[no-any-return]
 
 
 @cache

@@ -35,7 +35,7 @@ def read(cls: type[Paged], func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return careful(func)(*plain(args), **plain(kwargs))
 
 
-def on_slices(cls: type[Paged], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_slices(cls: type[Paged], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a functional operator on this rank's slices; NotImplemented if it needs more than them."""
     if not isinstance(func, OpOverload) or not is_pointwise(func):
         return NotImplemented

@@ -352,8 +352,8 @@ class Rounds:
                 "the other ranks do not run, or have raised an error that was caught."
             )
         return PeerLostError(
-            f"rank {peer} is gone (seen by rank {self.rank}): it died, or let go of its model while others still read it. "
-            "End the program on all ranks together, with engine.close() or torch.distributed.barrier()."
+            f"rank {peer} is gone (seen by rank {self.rank}): it died, or let go of its model while others still "
+            "read it. End the program on all ranks together, with engine.close() or torch.distributed.barrier()."
         )
 
 
