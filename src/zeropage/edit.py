@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -176,11 +177,12 @@ class gather(Edits):
 
     def _publish(self, pager: Pager, pages: list[Page]) -> None:
         transport = pager.transport
-        marks = bytes(page in self._edited for page in pages)
+        marks = np.packbits([page in self._edited for page in pages]).tobytes()
         answers = transport.open_writes(f"end of gather of {len(pages)} parameters by rank {self._writer}", marks)
         transport.close_writes()
         assert self._writer is not None
-        for page, edited in zip(pages, answers[self._writer], strict=True):
+        edits = np.unpackbits(np.frombuffer(answers[self._writer], dtype=np.uint8), count=len(pages))
+        for page, edited in zip(pages, edits, strict=True):
             if not edited:
                 continue
             if page.store.whole is None:

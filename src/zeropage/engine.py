@@ -124,9 +124,13 @@ class Engine:
         self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
         scaled = loss if factor == 1.0 else loss * factor
-        scaled.backward(retain_graph=retain_graph)
         for pager in self._pagers:
-            pager.transport.end_backward()
+            pager.transport.begin_backward(reentrant=False)  # also where no parameter gets a gradient
+        try:
+            scaled.backward(retain_graph=retain_graph)
+        finally:
+            for space in self._spaces:
+                space.gradients.end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -209,10 +213,12 @@ class Engine:
         scale = self.loss_scale
         for pager in self._pagers:
             pager.open_batch(f"apply step {self._attempt}")
-        optimizer.step(self._clip_factor() / scale)
-        self._drop_gradients()
-        for pager in self._pagers:
-            pager.close_batch()
+        try:
+            optimizer.step(self._clip_factor() / scale)
+        finally:
+            self._drop_gradients()
+            for pager in self._pagers:
+                pager.close_batch()
         self.global_step += 1
         self._bad_in_a_row = 0
         if self.config.precision == "fp16":

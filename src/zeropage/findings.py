@@ -35,7 +35,8 @@ class Findings:
         square_sum, overflow = 0.0, False
         for record in records:
             if record.has_gradient():
-                norm = float(torch.linalg.vector_norm(record.own_gradient().float()))
+                own = record.own_gradient()
+                norm = float(torch.linalg.vector_norm(own.float() if own.dtype.itemsize == 2 else own))
                 square_sum += norm * norm
                 overflow = overflow or not math.isfinite(norm)
         return Findings(square_sum, overflow, bad_parameter, bad_loss, backwards)

@@ -8,16 +8,17 @@ The rule: a record and its hook hold pages, never the parameter, so a dropped mo
 from __future__ import annotations
 
 import sys
+import weakref
+from types import FrameType
 from typing import Any
 
 import torch
 
 from zeropage.errors import GradientError
-from zeropage.layout import Layout
-from zeropage.memory.host import Store
 from zeropage.page import Page, Spec
 from zeropage.pager import Pager
 from zeropage.tensor import Life, PagedTensor, new_page_of, over
+from zeropage.tensor.agreement import agreed
 from zeropage.tensor.trees import plain
 from zeropage.transport import Accumulator
 
@@ -31,23 +32,21 @@ class GradientPage(Page):
     """The reduced gradient of one parameter as a page of the parameter's dtype.
 
     Where the sum has another dtype (fp32 for a 16-bit parameter) the page is a rounded copy, made when an
-    operator works on the slices. A write to it goes into the sum as well.
+    operator works on the slices. A write to it goes into the sum as well. A page belongs to one epoch: one that
+    was held over `grad = None` answers for its own epoch, or raises.
     """
 
     __slots__ = ("accumulator", "epoch", "rounded")
 
-    def __init__(
-        self, name: str, spec: Spec, layout: Layout, accumulator: Accumulator, pager: Pager, number: int
-    ) -> None:
-        super().__init__(name, spec, layout, accumulator.store, pager, number)
+    def __init__(self, name: str, spec: Spec, accumulator: Accumulator, epoch: int, pager: Pager, number: int) -> None:
+        super().__init__(name, spec, accumulator.store.layout, accumulator.store, pager, number)
         self.accumulator = accumulator
-        self.epoch = 0
-        self.rounded: Store | None = None
+        self.epoch = epoch
+        self.rounded: torch.Tensor | None = None
 
     @property
     def framed(self) -> bool:
-        # sums of other ranks may be overtaken while they are read: read a copy, then check
-        return super().framed or self.pager.transport.world > 1 or self.rounds
+        return True  # a sum may be overtaken while it is read: read a copy, then check
 
     @property
     def rounds(self) -> bool:
@@ -58,19 +57,17 @@ class GradientPage(Page):
         if not self.rounds:
             return self.accumulator.own(self.epoch)
         if self.rounded is None:
-            own = self.accumulator.own(self.epoch).to(self.dtype)
-            self.rounded = self.pager.transport.private(own, self.layout)
-        return self.rounded.shard
+            self.rounded = self.accumulator.own(self.epoch).to(self.dtype)
+        return self.rounded
 
     def changed(self) -> None:
         """Somebody wrote to the gradient: the sum follows the rounded copy."""
         if self.rounded is not None:
-            self.accumulator.own(self.epoch).copy_(self.rounded.shard)
+            self.accumulator.own(self.epoch).copy_(self.rounded)
         super().changed()
 
     def fill(self, frame: torch.Tensor, in_step: str | None) -> None:
-        store = self.store if self.rounded is None else self.rounded
-        transport = self.pager.transport
+        store, transport = self.store, self.pager.transport
         into = frame if store.shard.dtype == frame.dtype else torch.empty_like(frame, dtype=store.shard.dtype)
         if in_step is not None:
             transport.gather_in_step(store, into, in_step)
@@ -84,30 +81,23 @@ class GradientPage(Page):
         """`p.grad.data = value`: take the values, stay the gradient."""
         with torch.no_grad():
             part = self.slice_of(plain(value.detach()))
-            with self.pager.writing([self], f"assign {self.name}"):
+            with agreed([self], f"assign {self.name}", [value]):
                 self.accumulator.own(self.epoch).copy_(part)
                 self.rounded = None
         return True
 
     def grown(self) -> None:
-        """More was added to the sum: copies of what it was cannot be made any more."""
+        """More may have been added to the sum: copies of what it was cannot be made any more."""
         self.rounded = None
         self.version += 1
         self.pager.addresses.outdated(self)
         self.pager.evict(self)
 
-    def begin(self, epoch: int) -> None:
-        """Forget what was there: the gradient of `epoch` begins."""
-        self.settle_casts()
-        self.epoch = epoch
-        self.pager.gradients_dropped += 1
-        self.grown()
-
 
 class Record:
     """What zeropage knows of one parameter: its page, its gradient, and which backward they belong to."""
 
-    __slots__ = ("__weakref__", "_contributed", "_face", "_gradients", "accumulator", "gradient_page", "page")
+    __slots__ = ("__weakref__", "_contributed", "_face", "_gradients", "_seen", "accumulator", "gradient_page", "page")
 
     def __init__(self, page: Page, gradients: Gradients) -> None:
         self.page = page
@@ -116,6 +106,7 @@ class Record:
         self.accumulator: Accumulator | None = None
         self.gradient_page: GradientPage | None = None
         self._face: PagedTensor | None = None
+        self._seen = False  # whether anybody may hold the present gradient
         self._renew()
 
     @property
@@ -136,10 +127,28 @@ class Record:
         pager = self.pager
         accumulator = pager.transport.accumulator(self.name, layout, self._gradients.sum_dtype(spec.dtype), spec.device)
         self.accumulator = accumulator
-        self.gradient_page = pager.register(
-            lambda number: GradientPage(f"{self.name}.grad", spec, layout, accumulator, pager, number)
-        )
-        self._face = over(self.gradient_page)
+        self._show(accumulator, epoch=0)
+
+    def _show(self, accumulator: Accumulator, epoch: int) -> None:
+        """Let `p.grad` be a new page, of this epoch."""
+        name, spec, pager = f"{self.name}.grad", self.page.spec, self.pager
+        page = pager.register(lambda number: GradientPage(name, spec, accumulator, epoch, pager, number))
+        self.gradient_page = page
+        self._face = over(page)
+        self._seen = False
+        self._gradients.pages.add(page)
+
+    def _next_epoch(self) -> None:
+        """Begin the next gradient. One that somebody may hold stays what it was."""
+        page, accumulator = self.gradient_page, self.accumulator
+        assert page is not None and accumulator is not None
+        self.pager.gradients_dropped += 1
+        if self._seen:
+            page.settle_casts()
+            self._show(accumulator, page.epoch + 1)
+        else:
+            page.epoch += 1
+            page.grown()
 
     def repoint(self, page: Page) -> None:
         """The parameter stands for another page from now on; a gradient of the same shape stays."""
@@ -181,7 +190,10 @@ class Record:
         if self.accumulator is None or self.gradient_page is None:
             return None
         self._gradients.settle(self.name)
-        return self._face if self.accumulator.present(self.gradient_page.epoch) else None
+        if not self.accumulator.present(self.gradient_page.epoch):
+            return None
+        self._seen = True
+        return self._face
 
     def assign_gradient(self, value: torch.Tensor | None) -> None:
         accumulator, page = self.accumulator, self.gradient_page
@@ -198,15 +210,16 @@ class Record:
             )
         self._gradients.unsettle()
         if value is None:
-            page.begin(page.epoch + 1)
+            self._next_epoch()
             return
         value = value.to_dense() if value.layout != torch.strided else value
         with torch.no_grad():
             part = page.slice_of(plain(value.detach()))
-            with self.pager.writing([page], f"assign the gradient of {self.name}"):
-                page.begin(page.epoch + 1)
-                accumulator.mark(page.epoch)
-                accumulator.own(page.epoch).copy_(part)
+            with agreed([page], f"assign the gradient of {self.name}", [value]):
+                self._next_epoch()
+                epoch = page.epoch if self.gradient_page is None else self.gradient_page.epoch
+                accumulator.mark(epoch)
+                accumulator.own(epoch).copy_(part)
 
     # -- the engine's own paths
 
@@ -231,7 +244,7 @@ class Record:
     def drop_gradient(self) -> None:
         """Begin the next epoch (like `grad = None`), on all ranks at the same point."""
         if self.gradient_page is not None:
-            self.gradient_page.begin(self.gradient_page.epoch + 1)
+            self._next_epoch()
             self._gradients.unsettle()
 
 
@@ -241,12 +254,15 @@ class Gradients:
     def __init__(self, pager: Pager) -> None:
         self.pager = pager
         self._dtype = _REDUCE_DTYPES[pager.config.reduce_dtype]
+        self.pages: weakref.WeakSet[GradientPage] = weakref.WeakSet()
         self._settled = False
         self._task = -1
+        self._outermost: FrameType | None = None
         self.looks_for_nonfinite = False  # set by an engine that scales the loss
         self.backwards = 0  # backward passes that brought gradients, since the engine's last step
         self.first_nonfinite = ""  # the first parameter in this rank's backwards whose gradient was not finite
         pager.adopt = self.adopt
+        pager.sums_complete = self.refresh
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of `dtype` are summed: never narrower than the gradients' own."""
@@ -293,21 +309,32 @@ class Gradients:
         if task == self._task and task != -1:
             return
         self._task = task
+        depth, outermost = _backwards_on_stack()
+        if self._outermost is not None and self._outermost is not outermost:
+            self.end_backward()  # the last one ended in an exception: its callback never came
+            self._task = task
+        self._outermost = outermost
         self.pager.close_batch()  # a closure may run backward inside a step: see [Note: closures]
         self.backwards += 1
-        nested = task != -1 and _backwards_on_stack() > 1
+        nested = task != -1 and depth > 1
         self.pager.transport.begin_backward(reentrant=nested)
         if task != -1 and not nested:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def inspect(self, name: str, gradient: torch.Tensor) -> None:
         """Note where a non-finite gradient of this rank appears first: sums do not tell who brought it."""
-        if self.looks_for_nonfinite and not self.first_nonfinite and not bool(torch.isfinite(gradient.sum())):
+        if self.looks_for_nonfinite and not self.first_nonfinite and not _is_finite(gradient):
             self.first_nonfinite = name
 
     def end_backward(self) -> None:
         self._task = -1
+        self._outermost = None
         self.pager.transport.end_backward()
+
+    def refresh(self) -> None:
+        """All ranks have added what they had: nothing that was seen of any sum before holds now."""
+        for page in self.pages:
+            page.grown()
 
     def forget_backwards(self) -> None:
         """The engine has stepped: what was noted belongs to the past."""
@@ -316,7 +343,10 @@ class Gradients:
 
     def settle(self, name: str) -> None:
         """Wait until the sums are complete."""
-        if self._settled or self.pager.step.active():
+        if self._settled:
+            return
+        if self.pager.step.active():
+            self.pager.open_batch(self.pager.step.intent)  # all ranks meet there, if they have not yet
             return
         if torch._C._current_graph_task_id() != -1:
             raise GradientError(
@@ -324,21 +354,28 @@ class Gradients:
                 "after backward, or use a tensor hook (p.register_hook) for this rank's own part."
             )
         self.pager.transport.await_gradients()
+        self.refresh()
         self._settled = True
 
     def unsettle(self) -> None:
         self._settled = False
 
 
-def _backwards_on_stack() -> int:
-    """How many backward passes this thread is in."""
-    found = 0
-    frame: Any = sys._getframe(1)
+def _backwards_on_stack() -> tuple[int, FrameType | None]:
+    """How many backward passes this thread is in, and the frame of the outermost."""
+    found, outermost = 0, None
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_engine_run_backward":
             found += 1
+            outermost = frame
         frame = frame.f_back
-    return found
+    return found, outermost
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    wide = torch.float32 if gradient.dtype.itemsize == 2 else None  # a sum in 16 bits may overflow by itself
+    return bool(torch.isfinite(gradient.sum(dtype=wide)))
 
 
 def _differentiable(dtype: torch.dtype) -> bool:

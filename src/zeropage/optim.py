@@ -38,11 +38,15 @@ _PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 class Master:
     """The fp32 values behind a 16-bit parameter, on this rank's slice.
 
-    `version` is that of the page when both agreed: a page written by somebody else is taken anew.
+    `page` and `version` tell with what it agreed last: a page written by somebody else is taken anew.
     """
 
     values: torch.Tensor
+    page: Page
     version: int
+
+    def agrees_with(self, page: Page) -> bool:
+        return self.page is page and self.version == page.version
 
 
 class _MasterRecord:
@@ -97,28 +101,34 @@ class ShardedOptimizer:
 
     def keep_master(self, record: Record, values: torch.Tensor) -> None:
         """Use `values` (fp32, this rank's slice) as the exact values behind a 16-bit page."""
-        self.masters[record] = Master(values, record.page.version)
+        self.masters[record] = Master(values, record.page, record.page.version)
 
     def step(self, factor: float) -> None:
         """One step on the gradients times `factor`, inside a write batch of the caller."""
         stepped = [p for p in self.parameters() if record_of(p).has_gradient()]
         with torch.no_grad():
             self._scale(stepped, factor)
-            with self._working_tensors(stepped):
-                self.optimizer.step()
-            self._write_back(stepped)
+            masters = {record_of(p): self._master(record_of(p)) for p in stepped}
+            try:
+                with self._working_tensors(stepped):
+                    self.optimizer.step()
+            except BaseException:
+                for parameter in stepped:
+                    record_of(parameter).page.changed()  # some slices may have been written
+                raise
+            self._write_back(stepped, masters)
 
     def _scale(self, stepped: list[PagedTensor], factor: float) -> None:
         if factor != 1.0:
             for parameter in stepped:
                 record_of(parameter).own_gradient().mul_(factor)
 
-    def _write_back(self, stepped: list[PagedTensor]) -> None:
+    def _write_back(self, stepped: list[PagedTensor], masters: dict[Record, Master | None]) -> None:
         for pager in dict.fromkeys(record_of(parameter).pager for parameter in stepped):
             pager.open_batch("write parameters back")  # an optimizer of paged tensors has closed it at its end
         for parameter in stepped:
             record = record_of(parameter)
-            master = self.masters.get(record)
+            master = masters[record]
             if master is not None:
                 record.page.own().copy_(master.values)
             record.page.changed()
@@ -172,10 +182,11 @@ class ShardedOptimizer:
     def _master(self, record: Record) -> Master | None:
         page = record.page
         if page.dtype not in (torch.bfloat16, torch.float16):
+            self.masters.pop(record, None)
             return None
         master = self.masters.get(record)
-        if master is None or master.version != page.version:
-            master = self.masters[record] = Master(page.own().float(), page.version)
+        if master is None or not master.agrees_with(page):
+            master = self.masters[record] = Master(page.own().float(), page, page.version)
         return master
 
     def _inward(self, value: Any, parameter: PagedTensor, key: str) -> Any:

@@ -68,6 +68,7 @@ class Pager:
         self.adopt: Callable[[torch.Tensor], None] = _adopt_nothing  # called for every new parameter over a page
         self.space: object = None  # what serves this pager; set and cleared by its maker
         self.parameters = 0
+        self.sums_complete: Callable[[], None] = _nothing  # called when all ranks have ended their backwards
         self.gradients_dropped = 0  # how often gradients were dropped; the same on all ranks, or sums are mixed
         self.abandoned: Callable[[], None] = self.close  # called when the last parameter has gone
         self.pages: weakref.WeakValueDictionary[int, Page] = weakref.WeakValueDictionary()
@@ -175,17 +176,27 @@ class Pager:
             return frame
         self.counters.faults += 1
         ahead = self._ahead(page) if in_step is None else []
-        frame = self._new_frame(page, keep=())
-        if ahead:
-            taken = [frame]
-            for other in ahead:
-                taken.append(self._new_frame(other, keep=(page, *ahead), touched=False))
-            bucket = [page, *ahead]
-            self.transport.gather([(p.store, f.memory) for p, f in zip(bucket, taken, strict=True)])
-        else:
-            page.fill(frame.memory, in_step)
+        try:
+            frame = self._new_frame(page, keep=())
+            if ahead:
+                wanted = [(page.store, frame.memory)]
+                for other in ahead:
+                    wanted.append((other.store, self._new_frame(other, keep=(page, *ahead), touched=False).memory))
+                self.transport.gather(wanted)
+            else:
+                page.fill(frame.memory, in_step)
+        except BaseException:
+            self._disown(page, *ahead)
+            raise
         self.counters.bytes_moved += page.nbytes + sum(other.nbytes for other in ahead)
         return frame
+
+    def _disown(self, *pages: Page) -> None:
+        """Forget frames that were not filled. They are not used again: a message may still arrive in them."""
+        for page in pages:
+            frame = self._frames.pop(page, None)
+            if frame is not None:
+                self._bytes -= page.nbytes
 
     def _ahead(self, page: Page) -> list[Page]:
         """Pages that are expected next and fit into one message with `page`."""
@@ -346,11 +357,13 @@ class Pager:
             self._agree_on_gradients(self.transport.open_writes(intent, self._dropped()))
             self._batch_open = True
             self._reads_in_batch = False
+            self.sums_complete()
 
     def end_backwards(self, intent: str) -> None:
         """Wait until all ranks have ended their backwards (collective): sums are complete."""
         self.close_batch()
         self._agree_on_gradients(self.transport.meet(intent, self._dropped()))
+        self.sums_complete()
 
     def _dropped(self) -> bytes:
         return str(self.gradients_dropped).encode()
@@ -377,7 +390,7 @@ class Pager:
         """Let go of the peers and of everything that refers back to this pager."""
         self.evict_all()
         self.adopt = _adopt_nothing
-        self.abandoned = _nothing
+        self.abandoned = self.sums_complete = _nothing
         self.transport.close()
 
 

@@ -25,7 +25,7 @@ LAUNCH_VARIABLES = (
 )  # fmt: skip
 
 SCRIPT = """
-import json, sys, time
+import json, pathlib, sys, time
 began = time.perf_counter()
 import torch
 loaded = time.perf_counter()
@@ -43,10 +43,11 @@ weight = zp.full(model.weight).flatten().tolist()
 paged = zp.is_paged(model.weight)
 transport = engine.pagers[0].transport
 engine.close()
-print(json.dumps({
+found = json.dumps({
     "rank": transport.rank, "world": transport.world, "transport": transport.name, "applied": applied, "paged": paged,
     "weight": weight, "heavy": heavy, "torch_s": loaded - began, "zeropage_s": seconds,
-}))
+})
+pathlib.Path(sys.argv[1], f"{transport.rank}.json").write_text(found)  # lines on one stdout would mix
 """
 
 
@@ -61,19 +62,19 @@ def _clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
 
 
-def _launch(command: list[str]) -> list[dict[str, object]]:
-    done = subprocess.run(command, env=_clean_environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return sorted(
-        (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")),
-        key=lambda found: found["rank"],
+def _launch(command: list[str], folder: Path) -> list[dict[str, object]]:
+    """Run the script by `command`; what each rank found, by rank."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [*command, str(script), str(folder)], env=_clean_environment(), capture_output=True, text=True, timeout=120
     )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    (found,) = _launch([sys.executable, str(script)])
+    (found,) = _launch([sys.executable], tmp_path)
     print(f"import torch {found['torch_s']:.2f} s, then import zeropage {found['zeropage_s']:.2f} s")
     assert (found["rank"], found["world"], found["transport"]) == (0, 1, "local")
     assert found["paged"] and found["applied"]
@@ -82,9 +83,7 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    found = _launch([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)])
+    found = _launch([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], tmp_path)
     assert [(one["rank"], one["world"], one["transport"]) for one in found] == [(0, 2, "shared"), (1, 2, "shared")]
     for one in found:
         assert one["paged"] and one["applied"]

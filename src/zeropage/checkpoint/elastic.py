@@ -2,7 +2,8 @@
 
 A folder holds one sub-folder a tag, in the format of `torch.distributed.checkpoint`, and a file `latest` that
 names the last one. Keys are `model.<name>`, `master.<name>` (fp32 values behind a 16-bit parameter),
-`optimizer.<name>.<state>` and `extra` (a pickled-free byte tensor with counters, groups and client state).
+`optimizer.<name>.<state>` and `extra` (bytes of a `torch.save` that loads with `weights_only`: counters, groups,
+client state).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ __all__ = ["LoadResult", "load_checkpoint", "save_checkpoint"]
 
 _LATEST = "latest"
 _VERSION = 1
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ def save_checkpoint(
             "version": _VERSION,
             "progress": engine.progress(),
             "groups": _groups(engine),
+            "state": _small_state(engine),
             "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
             "client_state": dict(client_state or {}),
         }
@@ -74,49 +77,85 @@ def save_checkpoint(
 
 
 def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_only: bool) -> LoadResult:
-    """See `Engine.load`."""
-    tag = _latest(folder) if tag is None else tag
-    path = folder / tag
-    if not (path / ".metadata").exists():
-        raise CheckpointError(f"{path} is not a checkpoint: it has no .metadata file")
-    reader = FileSystemReader(path)
-    metadata = reader.read_metadata()
-    extra = _read_extra(path, metadata)
-    _check_model(engine, metadata, path)
-    sharded = engine.sharded_optimizer
-    if not weights_only and sharded is not None:
-        _check_optimizer(engine, sharded, extra, path)
+    """See `Engine.load`. Everything is read and checked, on all ranks, before anything is changed."""
+    sharded = None if weights_only else engine.sharded_optimizer
     for pager in engine.pagers:
         pager.close_batch()
-        for page in list(pager.pages.values()):
-            page.settle_casts()
-        pager.transport.open_writes(f"load {tag}")
-    state: dict[str, Any] = {f"model.{name}": value for name, value in _model(engine).items()}
-    restored = {} if weights_only or sharded is None else _empty_optimizer(engine, sharded, metadata)
-    state.update({key: value for key, (value, _) in restored.items()})
-    masters = {} if weights_only or sharded is None else _empty_masters(engine, metadata)
-    state.update(masters)
-    with torch.no_grad():
-        _load(engine, state, path)
-    for parameter in engine.module.parameters():
-        if isinstance(parameter, PagedTensor):
-            parameter._node.page.changed()
-            torch.autograd.graph.increment_version(parameter)
-    if sharded is not None and not weights_only:
+    with _one_verdict(engine, "check a checkpoint"):
+        tag = _latest(folder) if tag is None else tag
+        path = folder / tag
+        if not (path / ".metadata").exists():
+            raise CheckpointError(f"{path} is not a checkpoint: it has no .metadata file")
+        metadata = FileSystemReader(path).read_metadata()
+        extra = _read_extra(path, metadata)
+        _check_model(engine, metadata, path)
+        if sharded is not None:
+            _check_optimizer(engine, sharded, extra, path)
+    model = {f"model.{name}": _room_like(value, name) for name, value in _model(engine).items()}
+    restored = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
+    masters = {} if sharded is None else _empty_masters(engine, metadata)
+    with _one_verdict(engine, f"read {tag}"), torch.no_grad():
+        _load(engine, {**model, **{key: value for key, (value, _) in restored.items()}, **masters}, path)
+    _put_in_place(engine, tag, model, masters)
+    if sharded is not None:
         _restore_optimizer(engine, sharded, extra, restored, masters)
         engine.restore_progress(extra["progress"])
         if engine.lr_scheduler is not None and extra["scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(extra["scheduler"])
-    for pager in engine.pagers:
-        pager.transport.close_writes()
     return LoadResult(tag, extra["client_state"], int(extra["progress"]["global_step"]))
+
+
+@contextmanager
+def _one_verdict(engine: Engine, what: str) -> Iterator[None]:
+    """If the body raises on any rank, raise CheckpointError on all of them (collective)."""
+    problem = ""
+    try:
+        yield
+    except Exception as error:
+        problem = str(error) or type(error).__name__
+    answers = engine.pagers[0].transport.meet(what, problem.encode()[:4000])
+    told = [(rank, answer.decode(errors="replace")) for rank, answer in enumerate(answers) if answer]
+    if told:
+        rank, text = told[0]
+        raise CheckpointError(text if len(told) == len(answers) else f"rank {rank}: {text}")
+
+
+def _room_like(value: torch.Tensor, name: str) -> torch.Tensor:
+    """Memory to read into, apart from what the model uses."""
+    if isinstance(value, PagedTensor):
+        page = value._node.page
+        return over_slice(torch.zeros_like(page.own()), page, f"room for {name}")
+    return torch.zeros_like(value)
+
+
+def _put_in_place(engine: Engine, tag: str, model: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> None:
+    """Copy what was read into the model, in one write batch."""
+    targets = {f"model.{name}": value for name, value in _model(engine).items()}
+    paged = {key: value._node.page for key, value in targets.items() if isinstance(value, PagedTensor)}
+    with torch.no_grad(), ExitStack() as batches:
+        for pager in engine.pagers:
+            pages = [page for page in dict.fromkeys(paged.values()) if page.pager is pager]
+            batches.enter_context(pager.writing(pages, f"load {tag}"))
+        for key, value in targets.items():
+            read = model[key]
+            if isinstance(read, PagedTensor):
+                exact = masters.get(key.replace("model.", "master.", 1))
+                wide = isinstance(exact, PagedTensor) and paged[key].dtype not in _NARROW
+                source = exact if wide and isinstance(exact, PagedTensor) else read
+                paged[key].own().copy_(source._node.page.own())
+            else:
+                value.copy_(read)
+    for parameter in engine.module.parameters():
+        torch.autograd.graph.increment_version(parameter)
 
 
 # -- what is saved
 
 
 def _model(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: value.detach() for name, value in engine.module.state_dict(keep_vars=True).items()}
+    """All tensors of the module that have elements, by name."""
+    named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
+    return {n: v.detach() for n, v in named.items() if isinstance(v, torch.Tensor) and v.numel()}
 
 
 def _names(engine: Engine) -> dict[PagedTensor, str]:
@@ -132,12 +171,25 @@ def _tensors(engine: Engine) -> dict[str, Any]:
     for parameter in sharded.parameters():
         name, record = names[parameter], record_of(parameter)
         master = sharded.masters.get(record)
-        if master is not None and master.version == record.page.version:
+        if master is not None and master.agrees_with(record.page):
             state[f"master.{name}"] = over_slice(master.values, record.page, f"{name} in fp32")
         for key, value in sharded.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 state[f"optimizer.{name}.{key}"] = value
     return state
+
+
+def _small_state(engine: Engine) -> dict[str, dict[str, Any]]:
+    """Optimizer state that is not made of tensors, by parameter."""
+    sharded = engine.sharded_optimizer
+    if sharded is None:
+        return {}
+    names = _names(engine)
+    found = {
+        names[p]: {k: v for k, v in sharded.optimizer.state.get(p, {}).items() if not isinstance(v, torch.Tensor)}
+        for p in sharded.parameters()
+    }
+    return {name: values for name, values in found.items() if values}
 
 
 def _groups(engine: Engine) -> list[dict[str, Any]]:
@@ -176,8 +228,16 @@ def _check_model(engine: Engine, metadata: Metadata, path: Path) -> None:
             problems.append(f"{name} is missing")
         elif described.size != value.shape:
             problems.append(f"{name} has shape {tuple(described.size)} there and {tuple(value.shape)} here")
+    known = {f"model.{name}" for name in _model(engine)}
+    for key, described in saved.items():
+        if key.startswith("model.") and key not in known and _has_elements(described):
+            problems.append(f"{key.removeprefix('model.')} is not in the model")
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems[:8])}")
+
+
+def _has_elements(described: object) -> bool:
+    return isinstance(described, TensorStorageMetadata) and described.size.numel() > 0
 
 
 def _check_optimizer(engine: Engine, sharded: ShardedOptimizer, extra: dict[str, Any], path: Path) -> None:
@@ -243,8 +303,12 @@ def _restore_optimizer(
     sharded.masters.clear()
     for parameter, name in _names(engine).items():
         master = masters.get(f"master.{name}")
-        if isinstance(master, PagedTensor):
+        if isinstance(master, PagedTensor) and parameter.dtype in _NARROW:
             sharded.keep_master(record_of(parameter), master._node.page.own())
+    for name, values in extra["state"].items():
+        for parameter, known in _names(engine).items():
+            if known == name:
+                optimizer.state[parameter].update(values)
 
 
 # -- torch.distributed.checkpoint
@@ -278,8 +342,17 @@ def _alone() -> Iterator[None]:
 
 
 def _pack(values: dict[str, Any]) -> torch.Tensor:
+    """As bytes that `torch.load(weights_only=True)` reads."""
     buffer = io.BytesIO()
     torch.save(values, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            "client_state, the scheduler or the optimizer holds a value that could not be loaded again; use numbers, "
+            f"strings, tensors, lists and dicts: {error}"
+        ) from error
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 

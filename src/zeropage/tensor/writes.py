@@ -13,22 +13,21 @@ Nothing is ever applied in memory that other ranks can see, apart from the own s
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from zeropage.errors import DivergenceError, UnsupportedOperationError
+from zeropage.errors import UnsupportedOperationError
 from zeropage.memory.host import allocate
 from zeropage.page import CastNode, Page
-from zeropage.pager import Pager
 from zeropage.tensor import c10d, identity, randomness
+from zeropage.tensor.agreement import agreed, agreed_batch
 from zeropage.tensor.base import Paged
 from zeropage.tensor.rules import WriteRule, careful, returned_targets, targets, write_rule
 from zeropage.tensor.slices import can_slice, cut, cut_lists, item_of
-from zeropage.tensor.trees import numbers_in, paged_in, plain, rebuild, tensors_in
+from zeropage.tensor.trees import paged_in, plain, rebuild, tensors_in
 
 aten = torch.ops.aten
 
@@ -145,9 +144,9 @@ def _require_values(target: Paged, *, overwritten: bool) -> None:
 
 def _on_slices(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged) -> Any:
     node = target._node
-    page, pager = node.page, node.page.pager
+    page = node.page
     others = rebuild([args, kwargs], lambda t: t if t is target else cut(t, node))
-    with _batch(pager, [page], func, args, kwargs, target):
+    with agreed_batch([page], func, args, kwargs, target):
         own = page.own()
         ready = rebuild(others, lambda t: own if t is target else t)
         return func(*ready[0], **ready[1])
@@ -177,7 +176,7 @@ def _on_copies(
         return node.apply(node.page.shaped(copy))
 
     ready = rebuild([args, kwargs], replace)
-    with _batch(pager, pages, func, args, kwargs, paged[0]):
+    with agreed_batch(pages, func, args, kwargs, paged[0]):
         with randomness.of_first_rank(pager, enabled=draws):
             made = careful(func)(*ready[0], **ready[1])
         _refuse_resized(func, (args, kwargs), ready)
@@ -219,7 +218,7 @@ def _write_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     nodes = [tensor._node for tensor in first]
     pages = list(dict.fromkeys(tensor._node.page for tensor in paged))
     ready = cut_lists(args, nodes), cut_lists(kwargs, nodes)
-    with _batch(pages[0].pager, pages, func, args, kwargs, paged[0]):
+    with agreed_batch(pages, func, args, kwargs, paged[0]):
         return func(*ready[0], **ready[1])
 
 
@@ -288,76 +287,9 @@ def _write_edits(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _unscale(func: OpOverload, args: tuple[Any, ...]) -> None:
     """`GradScaler.unscale_`: on slices, and what one rank finds all ranks know."""
     gradients, found, inverse = args
-    nodes = [tensor._node for tensor in gradients]
-    pager = nodes[0].page.pager
-    pages = list(dict.fromkeys(node.page for node in nodes))
-    with pager.writing(pages, "unscale gradients"):
-        func([node.page.own() for node in nodes], found, plain(inverse))
+    pages = list(dict.fromkeys(tensor._node.page for tensor in gradients))
+    pager = pages[0].pager
+    with agreed(pages, "unscale gradients", [inverse]):
+        func([page.own() for page in pages], found, plain(inverse))
     answers = pager.transport.meet("non-finite gradients", str(float(found)).encode())
     found.fill_(max(float(answer) for answer in answers))
-
-
-# -- agreement between ranks
-
-
-def _batch(
-    pager: Pager, pages: list[Page], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged
-) -> Any:
-    """A write batch that all ranks open for the same write with the same plain operands."""
-    name = func._schema.name.split("::")[1]
-    intent = f"{name} on {target._node.page.name} {tuple(target.shape)}"
-    payload = b""
-    if pager.transport.world > 1 and not pager.step.active():
-        payload = str(_fingerprint(_operands(func, args, kwargs))).encode()
-    return _Agreed(pager, pages, intent, payload)
-
-
-def _operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that are read only: what is in the others before does not matter, or is paged."""
-    written = {target.index for target in targets(func)}, {target.name for target in targets(func)}
-    return [
-        *(value for index, value in enumerate(args) if index not in written[0]),
-        *(value for name, value in kwargs.items() if name not in written[1]),
-    ]
-
-
-class _Agreed:
-    """`pager.writing`, with a check that every rank brought the same operands."""
-
-    def __init__(self, pager: Pager, pages: list[Page], intent: str, payload: bytes) -> None:
-        self._batch = pager.writing(pages, intent, payload)
-        self._intent = intent
-
-    def __enter__(self) -> None:
-        answers = self._batch.__enter__()
-        if any(answer != answers[0] for answer in answers):
-            error = DivergenceError(
-                f"the ranks brought different values to {self._intent}. Every rank must run the same write; to "
-                "let one rank decide, write inside zp.gather(params, writer=rank)."
-            )
-            self._batch.__exit__(type(error), error, None)
-            raise error
-
-    def __exit__(self, *details: Any) -> bool | None:
-        return self._batch.__exit__(*details)
-
-
-def _fingerprint(operands: Any) -> int:
-    """A number that differs, almost surely, where the plain operands differ (tensors and Python numbers)."""
-    found = zlib.crc32(repr(list(numbers_in(operands))).encode())
-    for tensor in tensors_in(operands):
-        if isinstance(tensor, Paged) or tensor.device.type == "meta" or tensor.layout != torch.strided:
-            continue
-        found = zlib.crc32(_digest(tensor), found)
-    return found
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    raw = values.view(torch.uint8) if tensor.numel() else torch.empty(0, device="cpu")
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
-    whole = raw.numel() // 8 * 8
-    total = int(raw[:whole].view(torch.int64).sum()) if whole else 0
-    edge = raw[:64].numpy().tobytes() + raw[-64:].numpy().tobytes() if raw.device.type == "cpu" else b""
-    return f"{tuple(tensor.shape)} {tensor.dtype} {total}".encode() + edge

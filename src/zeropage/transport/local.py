@@ -9,7 +9,7 @@ import torch
 
 from zeropage.layout import Layout
 from zeropage.memory.host import Store, allocate
-from zeropage.transport.base import accumulate
+from zeropage.transport.base import accumulate, overtaken
 
 __all__ = ["LocalAccumulator", "LocalTransport"]
 
@@ -17,8 +17,9 @@ __all__ = ["LocalAccumulator", "LocalTransport"]
 class LocalAccumulator:
     """A gradient sum of one rank. See [Note: gradient epochs]."""
 
-    def __init__(self, store: Store, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, store: Store, device: torch.device, dtype: torch.dtype) -> None:
         self.store = store
+        self._name = name
         self._device, self._dtype = device, dtype
         self._epoch = -1
 
@@ -33,9 +34,10 @@ class LocalAccumulator:
         self.store.whole = memory
 
     def present(self, epoch: int) -> bool:
-        return self._epoch == epoch
+        return self._epoch >= epoch
 
     def own(self, epoch: int) -> torch.Tensor:
+        self.check(epoch)
         if self.store.shard.numel() != self.store.layout.numel:
             self._bind(allocate(self.store.layout.numel, self._dtype, self._device).zero_())
         return self.store.shard
@@ -44,7 +46,8 @@ class LocalAccumulator:
         self._epoch = epoch
 
     def check(self, epoch: int) -> None:
-        """One rank cannot be overtaken."""
+        if self._epoch > epoch:
+            raise overtaken(self._name)
 
     def release(self) -> None:
         self._bind(allocate(0, self._dtype, self._device))
@@ -63,7 +66,7 @@ class LocalTransport:
         return Store(0, 0, layout, shard, whole=shard)
 
     def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> LocalAccumulator:
-        return LocalAccumulator(self.private(allocate(0, dtype, device), layout), device, dtype)
+        return LocalAccumulator(name, self.private(allocate(0, dtype, device), layout), device, dtype)
 
     def settle(self) -> None:
         """Nobody else writes."""

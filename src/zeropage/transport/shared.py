@@ -64,10 +64,12 @@ class SharedAccumulator:
             if target.numel():
                 with transport.lock(self.store.uid * layout.world + owner):
                     marks = self._marks[owner]
+                    if marks[_Mark.CONTENT] > epoch + 1:
+                        continue  # this epoch was dropped already: its owner has gone on
                     part = gradient[slice(*layout.bounds(owner))]
                     accumulate(target, part, scale, first=marks[_Mark.CONTENT] <= epoch)
                     marks[_Mark.CONTENT] = max(marks[_Mark.CONTENT], epoch + 1)
-        mine[_Mark.CONTRIBUTED] = epoch + 1
+        mine[_Mark.CONTRIBUTED] = max(mine[_Mark.CONTRIBUTED], epoch + 1)
         if not transport.reentrant:
             mine[_Mark.TURN] = turn + 1
 
