@@ -14,6 +14,13 @@ from tests.models.zoo import ZOO, HFLoss
 pytest.importorskip("transformers")
 
 STEPS = 3
+CORE = {"llama", "gpt2", "bert", "t5", "clip", "mixtral"}  # in every way each time; the others in the slow tests
+
+
+def _each(*values: Any) -> Any:
+    """A test's parameters, slow unless their model is among the core."""
+    name = values[0]
+    return pytest.param(*values, marks=[] if name in CORE else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -23,7 +30,7 @@ def test_three_steps_are_bit_equal(name: str) -> None:
     assert_same_training(kind.build, kind.batches, steps=STEPS, loss=HFLoss())
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", map(_each, ZOO))
 def test_three_steps_over_messages(name: str) -> None:
     kind = ZOO[name]
     assert_same_training(kind.build, kind.batches, steps=STEPS, loss=HFLoss(), transport="collective", exact=True)
@@ -37,14 +44,14 @@ def test_eager_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reentrant"), [(name, reentrant) for name, kind in ZOO.items() for reentrant in kind.checkpoints]
+    ("name", "reentrant"), [_each(name, reentrant) for name, kind in ZOO.items() for reentrant in kind.checkpoints]
 )
 def test_activation_checkpointing(name: str, reentrant: bool) -> None:
     kind = ZOO[name]
     assert_same_training(partial(kind.build, None, reentrant), kind.batches, steps=STEPS, loss=HFLoss())
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", map(_each, ZOO))
 def test_bf16_autocast(name: str) -> None:
     kind = ZOO[name]
     assert_same_training(kind.build, kind.batches, steps=STEPS, loss=HFLoss(autocast=True))

@@ -177,7 +177,7 @@ def _killed(transport: str, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["killed", "raises", pytest.param("hangs", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_lost_rank_is_named(transport: str, world: int, when: str) -> None:
     before = set(os.listdir("/dev/shm"))
