@@ -180,7 +180,10 @@ class Record:
             gradient = gradient.to_dense()
         self._gradients.inspect(self.name, gradient)
         scale = 1.0 / self.pager.transport.world
-        with torch.no_grad(), torch.inference_mode(False):
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with torch.no_grad(), torch.inference_mode(False):
+                accumulator.add(self.page.flat(plain(gradient)), scale, page.epoch)
+        else:  # the usual case: a hook of a backward
             accumulator.add(self.page.flat(plain(gradient)), scale, page.epoch)
         page.grown()
 

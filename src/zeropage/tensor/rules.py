@@ -89,6 +89,7 @@ _DIRECT = {
     aten.mul.Tensor: torch.mul,
     aten.native_layer_norm.default: torch.native_layer_norm,
     aten.embedding.default: torch.embedding,
+    aten.convolution.default: torch.convolution,
     aten.linear.default: torch._C._nn.linear,
 }
 
