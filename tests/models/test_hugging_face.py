@@ -30,7 +30,7 @@ def test_three_steps_are_bit_equal(name: str) -> None:
     assert_same_training(kind.build, kind.batches, steps=STEPS, loss=HFLoss())
 
 
-@pytest.mark.parametrize("name", map(_each, ZOO))
+@pytest.mark.parametrize("name", [_each(name) for name in ZOO])
 def test_three_steps_over_messages(name: str) -> None:
     kind = ZOO[name]
     assert_same_training(kind.build, kind.batches, steps=STEPS, loss=HFLoss(), transport="collective", exact=True)
@@ -51,7 +51,7 @@ def test_activation_checkpointing(name: str, reentrant: bool) -> None:
     assert_same_training(partial(kind.build, None, reentrant), kind.batches, steps=STEPS, loss=HFLoss())
 
 
-@pytest.mark.parametrize("name", map(_each, ZOO))
+@pytest.mark.parametrize("name", [_each(name) for name in ZOO])
 def test_bf16_autocast(name: str) -> None:
     kind = ZOO[name]
     assert_same_training(kind.build, kind.batches, steps=STEPS, loss=HFLoss(autocast=True))
