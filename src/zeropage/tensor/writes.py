@@ -179,24 +179,35 @@ def _on_copies(
     with agreed_batch(pages, func, args, kwargs, paged[0]):
         with randomness.of_first_rank(pager, enabled=draws):
             made = careful(func)(*ready[0], **ready[1])
-        _refuse_resized(func, (args, kwargs), ready)
+        _settle_stand_ins(func, (args, kwargs), ready, copies)
         for page, copy in copies.items():
             low, high = page.bounds
             page.own().copy_(copy[low:high])
     return made
 
 
-def _refuse_resized(func: OpOverload, given: Sequence[Any], ready: Sequence[Any]) -> None:
-    """torch resizes an out= (and the argument of some in-place operators) that has the wrong shape."""
+def _settle_stand_ins(
+    func: OpOverload, given: Sequence[Any], ready: Sequence[Any], copies: dict[Page, torch.Tensor]
+) -> None:
+    """What torch may have done to the tensors that it wrote to, besides writing.
+
+    It resizes an out= (and the argument of some in-place operators) that has the wrong shape, and may leave
+    the conjugate in place of the values, with a bit set (`linalg_lu_solve`).
+    """
     for target in targets(func):
         ours, theirs = tensors_in(target.of(*given)), tensors_in(target.of(*ready))
         for tensor, stand_in in zip(ours, theirs, strict=True):
-            if isinstance(tensor, Paged) and tensor.shape != stand_in.shape:
+            if not isinstance(tensor, Paged):
+                continue
+            page = tensor._node.page
+            if tensor.shape != stand_in.shape:
                 raise UnsupportedOperationError(
-                    f"{func._schema.name} would resize {tensor._node.page.name!r} from {tuple(tensor.shape)} to "
+                    f"{func._schema.name} would resize {page.name!r} from {tuple(tensor.shape)} to "
                     f"{tuple(stand_in.shape)}, which a sharded parameter cannot follow. Give it arguments that "
                     "fit, or assign the result: p.data = t."
                 )
+            if stand_in.is_conj() or stand_in.is_neg():
+                tensor._node.apply(page.shaped(copies[page])).copy_(stand_in.clone())
 
 
 def _private_copy(page: Page, *, gathers: bool) -> torch.Tensor:
