@@ -23,7 +23,7 @@ from zeropage.layout import Layout
 from zeropage.memory.host import available_bytes
 from zeropage.pager import Pager
 from zeropage.steps import StepHooks
-from zeropage.tensor import PagedTensor
+from zeropage.tensor import PagedTensor, check_parameter
 from zeropage.transport import find_group, open_transport
 from zeropage.watch import Watcher, can_be_paged, storage_key
 
@@ -134,13 +134,8 @@ def space_of(pager: Pager) -> Space:
 def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
     ranges: dict[int, list[tuple[int, int, tuple[Any, ...], str]]] = {}
     for name, parameter in named:
+        check_parameter(parameter, name)
         key = storage_key(parameter)
-        if parameter.layout != torch.strided:
-            raise AdoptionError(
-                f"{name!r} is {parameter.layout}; only dense parameters can be sharded. Keep it a buffer."
-            )
-        if not parameter.is_leaf:
-            raise AdoptionError(f"{name!r} is the result of an operator, not a leaf; shard before computing with it.")
         if key is not None:
             size = parameter.element_size()
             low = parameter.storage_offset() * size

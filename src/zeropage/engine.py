@@ -22,7 +22,7 @@ from zeropage.config import Config
 from zeropage.construct import ConfigLike, pagers_of, shard, space_of
 from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
 from zeropage.findings import Findings, Verdict, agree
-from zeropage.gradients import Record
+from zeropage.gradients import DTYPES, Record
 from zeropage.loss_scale import DynamicLossScale
 from zeropage.optim import ShardedOptimizer, check_optimizer, record_of
 from zeropage.pager import Pager
@@ -33,7 +33,6 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
 _BAD_LOSSES = 10  # steps in a row with a non-finite loss before training is given up
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Scheduler(Protocol):
@@ -384,7 +383,7 @@ class Engine:
         """Cast trainable parameters to the engine's precision; what they were exactly stays as the master."""
         if self.config.precision is None:
             return
-        dtype = _DTYPES[self.config.precision]
+        dtype = DTYPES[self.config.precision]
         stepped = set() if self._sharded is None else set(self._sharded.records())
         for parameter in self.module.parameters():
             if not isinstance(parameter, PagedTensor) or not parameter.dtype.is_floating_point:

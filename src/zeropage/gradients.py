@@ -17,14 +17,14 @@ import torch
 from zeropage.errors import GradientError
 from zeropage.page import Page, Spec
 from zeropage.pager import Pager
-from zeropage.tensor import Life, PagedTensor, new_page_of, over
+from zeropage.tensor import Life, PagedTensor, differentiable, new_page_of, over
 from zeropage.tensor.agreement import agreed
 from zeropage.tensor.trees import plain
 from zeropage.transport import Accumulator
 
-__all__ = ["GradientPage", "Gradients", "Record"]
+__all__ = ["DTYPES", "GradientPage", "Gradients", "Record"]
 
-_REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names that a config uses
 _real_grad: Any = torch.Tensor.grad  # the slot that autograd itself fills
 
 
@@ -120,16 +120,13 @@ class Record:
     def _renew(self) -> None:
         """Make the accumulator that fits the page (collective)."""
         self.accumulator, self.gradient_page, self._face = None, None, None
-        if not _differentiable(self.page.dtype):
+        if not differentiable(self.page.dtype):
             return
-        spec = self.page.spec
-        layout = self.page.layout
-        pager = self.pager
-        accumulator = pager.transport.accumulator(self.name, layout, self._gradients.sum_dtype(spec.dtype), spec.device)
-        self.accumulator = accumulator
-        self._show(accumulator, epoch=0)
+        spec, sum_dtype = self.page.spec, self._gradients.sum_dtype(self.page.dtype)
+        self.accumulator = self.pager.transport.accumulator(self.name, self.page.layout, sum_dtype, spec.device)
+        self._show(self.accumulator, epoch=0)
 
-    def _show(self, accumulator: Accumulator, epoch: int) -> None:
+    def _show(self, accumulator: Accumulator, epoch: int) -> GradientPage:
         """Let `p.grad` be a new page, of this epoch."""
         name, spec, pager = f"{self.name}.grad", self.page.spec, self.pager
         page = pager.register(lambda number: GradientPage(name, spec, accumulator, epoch, pager, number))
@@ -137,18 +134,19 @@ class Record:
         self._face = over(page)
         self._seen = False
         self._gradients.pages.add(page)
+        return page
 
-    def _next_epoch(self) -> None:
+    def _next_epoch(self) -> GradientPage:
         """Begin the next gradient. One that somebody may hold stays what it was."""
         page, accumulator = self.gradient_page, self.accumulator
         assert page is not None and accumulator is not None
         self.pager.gradients_dropped += 1
         if self._seen:
             page.settle_casts()
-            self._show(accumulator, page.epoch + 1)
-        else:
-            page.epoch += 1
-            page.grown()
+            return self._show(accumulator, page.epoch + 1)
+        page.epoch += 1
+        page.grown()
+        return page
 
     def repoint(self, page: Page) -> None:
         """The parameter stands for another page from now on; a gradient of the same shape stays."""
@@ -190,10 +188,10 @@ class Record:
     # -- p.grad
 
     def gradient(self) -> PagedTensor | None:
-        if self.accumulator is None or self.gradient_page is None:
+        if self.accumulator is None:
             return None
         self._gradients.settle(self.name)
-        if not self.accumulator.present(self.gradient_page.epoch):
+        if not self.has_gradient():
             return None
         self._seen = True
         return self._face
@@ -219,8 +217,7 @@ class Record:
         with torch.no_grad():
             part = page.slice_of(plain(value.detach()))
             with agreed([page], f"assign the gradient of {self.name}", [value]):
-                self._next_epoch()
-                epoch = page.epoch if self.gradient_page is None else self.gradient_page.epoch
+                epoch = self._next_epoch().epoch
                 accumulator.mark(epoch)
                 accumulator.own(epoch).copy_(part)
 
@@ -256,7 +253,7 @@ class Gradients:
 
     def __init__(self, pager: Pager) -> None:
         self.pager = pager
-        self._dtype = _REDUCE_DTYPES[pager.config.reduce_dtype]
+        self._dtype = DTYPES[pager.config.reduce_dtype]
         self.pages: weakref.WeakSet[GradientPage] = weakref.WeakSet()
         self._settled = False
         self._task = -1
@@ -379,7 +376,3 @@ def _backwards_on_stack() -> tuple[int, FrameType | None]:
 def _is_finite(gradient: torch.Tensor) -> bool:
     wide = torch.float32 if gradient.dtype.itemsize == 2 else None  # a sum in 16 bits may overflow by itself
     return bool(torch.isfinite(gradient.sum(dtype=wide)))
-
-
-def _differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

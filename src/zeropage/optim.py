@@ -23,13 +23,15 @@ from zeropage.page import Page
 from zeropage.steps import over_slice, page_state, shard_state
 from zeropage.tensor import PagedTensor
 
-__all__ = ["Master", "ShardedOptimizer", "check_optimizer", "record_of"]
+__all__ = ["NARROW", "Master", "ShardedOptimizer", "check_optimizer", "record_of"]
 
 # Exactly these: a subclass may do anything.
 _ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.ASGD,
 })  # fmt: skip
+# Parameters of these dtypes have an fp32 master.
+NARROW = (torch.bfloat16, torch.float16)
 # What they keep of a parameter as a whole, and not of each element.
 _PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
@@ -110,7 +112,7 @@ class ShardedOptimizer:
             self._scale(stepped, factor)
             masters = {record_of(p): self._master(record_of(p)) for p in stepped}
             try:
-                with self._working_tensors(stepped):
+                with self._working_tensors(stepped, masters):
                     self.optimizer.step()
             except BaseException:
                 for parameter in stepped:
@@ -140,9 +142,9 @@ class ShardedOptimizer:
     # -- substitution
 
     @contextmanager
-    def _working_tensors(self, stepped: list[PagedTensor]) -> Iterator[None]:
+    def _working_tensors(self, stepped: list[PagedTensor], masters: dict[Record, Master | None]) -> Iterator[None]:
         optimizer = self.optimizer
-        working = {parameter: self._working(parameter) for parameter in stepped}
+        working = {parameter: self._working(parameter, masters[record_of(parameter)]) for parameter in stepped}
         groups = [group["params"] for group in optimizer.param_groups]
         state = optimizer.state
         others: dict[Any, Any] = dict(state)  # state that belongs to no parameter stays in sight
@@ -165,9 +167,8 @@ class ShardedOptimizer:
                 if tensor in inner:
                     self._outward(parameter, tensor, inner[tensor])
 
-    def _working(self, parameter: PagedTensor) -> torch.Tensor:
+    def _working(self, parameter: PagedTensor, master: Master | None) -> torch.Tensor:
         record = record_of(parameter)
-        master = self._master(record)
         if self._elementwise:
             part = (record.page.own() if master is None else master.values).detach()
             part.grad = record.own_gradient().to(part.dtype)
@@ -181,7 +182,7 @@ class ShardedOptimizer:
 
     def _master(self, record: Record) -> Master | None:
         page = record.page
-        if page.dtype not in (torch.bfloat16, torch.float16):
+        if page.dtype not in NARROW:
             self.masters.pop(record, None)
             return None
         master = self.masters.get(record)

@@ -351,7 +351,7 @@ def _physical_order(spec: Spec) -> list[int]:
 
 
 class Edits:
-    """What a `gather` block does with the writes of one rank; see construct.Gather."""
+    """What a `gather` block does with the writes of one rank; see `edit.gather`."""
 
     __slots__ = ()
 

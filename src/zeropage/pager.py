@@ -8,7 +8,6 @@ an operator gets the same values whatever was predicted.
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import OrderedDict
@@ -33,8 +32,6 @@ __all__ = ["Counters", "Pager"]
 
 _Key = tuple[torch.dtype, torch.device, int]
 _P = TypeVar("_P", bound=Page)
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

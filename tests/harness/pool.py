@@ -88,7 +88,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def shutdown() -> None:
-    """End the workers of this session, if any were started."""
+    """End the workers, if any were started."""
     if _session_pool.cache_info().currsize:
         _session_pool().shutdown()
         _session_pool.cache_clear()

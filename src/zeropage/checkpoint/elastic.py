@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zeropage.errors import CheckpointError
-from zeropage.optim import ShardedOptimizer, record_of
+from zeropage.optim import NARROW, ShardedOptimizer, record_of
 from zeropage.steps import over_slice
 from zeropage.tensor import PagedTensor
 
@@ -35,7 +35,6 @@ __all__ = ["LoadResult", "load_checkpoint", "save_checkpoint"]
 
 _LATEST = "latest"
 _VERSION = 1
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def save_checkpoint(
         }
     )
     with torch.no_grad():
-        _save(engine, state, folder / tag)
+        _together(save, engine, state, folder / tag)
     if engine.pagers[0].transport.rank == 0:
         _point(folder, tag)
     engine.pagers[0].transport.meet(f"saved {tag}")
@@ -95,7 +94,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_on
     restored = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
     masters = {} if sharded is None else _empty_masters(engine, metadata)
     with _one_verdict(engine, f"read {tag}"), torch.no_grad():
-        _load(engine, {**model, **{key: value for key, (value, _) in restored.items()}, **masters}, path)
+        _together(load, engine, {**model, **{key: value for key, (value, _) in restored.items()}, **masters}, path)
     _put_in_place(engine, tag, model, masters)
     if sharded is not None:
         _restore_optimizer(engine, sharded, extra, restored, masters)
@@ -138,11 +137,11 @@ def _put_in_place(engine: Engine, tag: str, model: dict[str, torch.Tensor], mast
             batches.enter_context(pager.writing(pages, f"load {tag}"))
         for key, value in targets.items():
             read = model[key]
-            if isinstance(read, PagedTensor):
-                exact = masters.get(key.replace("model.", "master.", 1))
-                wide = isinstance(exact, PagedTensor) and paged[key].dtype not in _NARROW
-                source = exact if wide and isinstance(exact, PagedTensor) else read
-                paged[key].own().copy_(source._node.page.own())
+            page = paged.get(key)
+            if page is not None and page.dtype not in NARROW:
+                read = masters.get(key.replace("model.", "master.", 1), read)  # more exact than the weight
+            if page is not None and isinstance(read, PagedTensor):
+                page.own().copy_(read._node.page.own())
             else:
                 value.copy_(read)
     for parameter in engine.module.parameters():
@@ -158,8 +157,12 @@ def _model(engine: Engine) -> dict[str, torch.Tensor]:
     return {n: v.detach() for n, v in named.items() if isinstance(v, torch.Tensor) and v.numel()}
 
 
+def _parameters(engine: Engine) -> dict[str, PagedTensor]:
+    return {name: p for name, p in engine.module.named_parameters() if isinstance(p, PagedTensor)}
+
+
 def _names(engine: Engine) -> dict[PagedTensor, str]:
-    return {p: name for name, p in engine.module.named_parameters() if isinstance(p, PagedTensor)}
+    return {p: name for name, p in _parameters(engine).items()}
 
 
 def _tensors(engine: Engine) -> dict[str, Any]:
@@ -221,17 +224,18 @@ def _read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
 
 def _check_model(engine: Engine, metadata: Metadata, path: Path) -> None:
     saved = metadata.state_dict_metadata
+    here = _model(engine)
     problems = []
-    for name, value in _model(engine).items():
+    for name, value in here.items():
         described = saved.get(f"model.{name}")
         if not isinstance(described, TensorStorageMetadata):
             problems.append(f"{name} is missing")
         elif described.size != value.shape:
             problems.append(f"{name} has shape {tuple(described.size)} there and {tuple(value.shape)} here")
-    known = {f"model.{name}" for name in _model(engine)}
     for key, described in saved.items():
-        if key.startswith("model.") and key not in known and _has_elements(described):
-            problems.append(f"{key.removeprefix('model.')} is not in the model")
+        name = key.removeprefix("model.")
+        if name != key and name not in here and _has_elements(described):
+            problems.append(f"{name} is not in the model")
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems[:8])}")
 
@@ -255,7 +259,7 @@ def _empty_optimizer(
 ) -> dict[str, tuple[torch.Tensor, tuple[PagedTensor, str]]]:
     """Room for every saved state of every parameter, by key."""
     found: dict[str, tuple[torch.Tensor, tuple[PagedTensor, str]]] = {}
-    by_name = {name: parameter for parameter, name in _names(engine).items()}
+    by_name = _parameters(engine)
     stepped = set(sharded.parameters())
     for key, described in metadata.state_dict_metadata.items():
         if not key.startswith("optimizer.") or not isinstance(described, TensorStorageMetadata):
@@ -270,7 +274,7 @@ def _empty_optimizer(
 
 def _empty_masters(engine: Engine, metadata: Metadata) -> dict[str, torch.Tensor]:
     found = {}
-    for parameter, name in _names(engine).items():
+    for name, parameter in _parameters(engine).items():
         described = metadata.state_dict_metadata.get(f"master.{name}")
         if isinstance(described, TensorStorageMetadata):
             found[f"master.{name}"] = _room(described, parameter, f"master.{name}")
@@ -301,33 +305,25 @@ def _restore_optimizer(
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     sharded.masters.clear()
-    for parameter, name in _names(engine).items():
+    by_name = _parameters(engine)
+    for name, parameter in by_name.items():
         master = masters.get(f"master.{name}")
-        if isinstance(master, PagedTensor) and parameter.dtype in _NARROW:
+        if isinstance(master, PagedTensor) and parameter.dtype in NARROW:
             sharded.keep_master(record_of(parameter), master._node.page.own())
     for name, values in extra["state"].items():
-        for parameter, known in _names(engine).items():
-            if known == name:
-                optimizer.state[parameter].update(values)
+        optimizer.state[by_name[name]].update(values)
 
 
 # -- torch.distributed.checkpoint
 
 
-def _save(engine: Engine, state: dict[str, Any], path: Path) -> None:
+def _together(function: Callable[..., Any], engine: Engine, state: dict[str, Any], path: Path) -> None:
+    """torch's `save` or `load`, on the ranks that the model is sharded over."""
     if engine.process_group is None:
         with _alone():
-            save(state, checkpoint_id=path, no_dist=True)
+            function(state, checkpoint_id=path, no_dist=True)
     else:
-        save(state, checkpoint_id=path, process_group=engine.process_group)
-
-
-def _load(engine: Engine, state: dict[str, Any], path: Path) -> None:
-    if engine.process_group is None:
-        with _alone():
-            load(state, checkpoint_id=path, no_dist=True)
-    else:
-        load(state, checkpoint_id=path, process_group=engine.process_group)
+        function(state, checkpoint_id=path, process_group=engine.process_group)
 
 
 @contextmanager

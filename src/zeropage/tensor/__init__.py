@@ -4,7 +4,16 @@ Only this package knows operators.
 """
 
 from zeropage.tensor.base import Paged
-from zeropage.tensor.identity import Life, dense_spec, new_page_of, page_in_place
+from zeropage.tensor.identity import Life, check_parameter, differentiable, new_page_of, page_in_place
 from zeropage.tensor.paged import PagedTensor, over
 
-__all__ = ["Life", "Paged", "PagedTensor", "dense_spec", "new_page_of", "over", "page_in_place"]
+__all__ = [
+    "Life",
+    "Paged",
+    "PagedTensor",
+    "check_parameter",
+    "differentiable",
+    "new_page_of",
+    "over",
+    "page_in_place",
+]

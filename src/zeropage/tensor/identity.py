@@ -22,7 +22,9 @@ from zeropage.tensor.trees import plain
 __all__ = [
     "OWN_ATTRIBUTES",
     "addressed",
+    "check_parameter",
     "dense_spec",
+    "differentiable",
     "duplicate",
     "new_page_of",
     "page_in_place",
@@ -31,15 +33,15 @@ __all__ = [
 ]
 
 # What this library keeps in a paged tensor's __dict__; everything else there is the user's.
-OWN_ATTRIBUTES = frozenset({"_node", "_parameter", "_record", "_life", "_addressed"})
+OWN_ATTRIBUTES = frozenset({"_node", "_parameter", "_record", "_life"})
 
 
-def dense_spec(tensor: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Spec:
+def dense_spec(tensor: torch.Tensor, device: torch.device | None = None) -> Spec:
     """The metadata of a page for `tensor`: its strides if they are dense, else row-major; no offset."""
     like = torch.empty_like(Spec.of(tensor, torch.device("cpu")).meta())  # keeps dense strides
     return Spec(
         tensor.shape, like.stride(), 0, None,
-        tensor.dtype if dtype is None else dtype, torch.strided, tensor.device if device is None else device,
+        tensor.dtype, torch.strided, tensor.device if device is None else device,
     )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def page_in_place(parameter: nn.Parameter, pager: Pager, name: str, cls: type[Pa
     Raises:
         AdoptionError: the parameter is in use by a graph, is sparse, or is not a leaf.
     """
-    _check(parameter, name)
+    check_parameter(parameter, name)
     if page is None:
         page = new_page_of(parameter.detach(), pager, name)
     gradient = parameter.grad
@@ -95,7 +97,7 @@ def set_data(tensor: Paged, value: torch.Tensor) -> None:
     if page is node:
         return
     if page.spec != node.spec:
-        wrapper = wrap(type(tensor), page, requires_grad=tensor.requires_grad and _differentiable(page.dtype))
+        wrapper = wrap(type(tensor), page, requires_grad=tensor.requires_grad and differentiable(page.dtype))
         torch.Tensor.data.__set__(tensor, wrapper)  # type: ignore[attr-defined]
     tensor._node = page
     if record is not None:
@@ -203,11 +205,13 @@ class Life:
         self._page.leave()
 
 
-def _differentiable(dtype: torch.dtype) -> bool:
+def differentiable(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can have a gradient."""
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _check(parameter: torch.Tensor, name: str) -> None:
+def check_parameter(parameter: torch.Tensor, name: str) -> None:
+    """Raise AdoptionError for a parameter that cannot be paged, with the reason."""
     if parameter.layout != torch.strided or parameter.is_quantized or parameter.is_nested:
         raise AdoptionError(
             f"{name!r} is {parameter.layout}; only dense parameters can be sharded. Keep it as a buffer."
@@ -244,7 +248,7 @@ def _exchange(parameter: torch.Tensor, wrapper: Paged, name: str) -> None:
     torch._C._swap_tensor_impl(parameter, wrapper)
     parameter.__dict__.update(attributes)
     needed = parameter.requires_grad
-    if any(hooks) and _differentiable(parameter.dtype):
+    if any(hooks) and differentiable(parameter.dtype):
         parameter.requires_grad_(True)
     parameter._backward_hooks = None
     parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch clears it so

@@ -43,7 +43,6 @@ class _Kind(IntEnum):
     GATHER = 1  # send me these pages
     ADD = 2  # take my part of this gradient
     AWAIT = 3  # wait until all have ended as many backwards as I; serve meanwhile
-    SCATTER = 4  # (with MEET semantics) the source gives its values to the owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class _Traffic:
 
     works: list[tuple[int, dist.Work]] = field(default_factory=list)
     keep: list[torch.Tensor] = field(default_factory=list)
-    received: list[tuple[int, RoundAccumulator, torch.Tensor, _Request]] = field(default_factory=list)
+    received: list[tuple[RoundAccumulator, torch.Tensor, _Request]] = field(default_factory=list)
 
 
 class RoundAccumulator:
@@ -254,17 +253,12 @@ class Rounds:
         else:
             part = allocate(high - low, _DTYPES[request.dtype], target.store.shard.device)
             self._receive(traffic, part, rank)
-        traffic.received.append((rank, target, part, request))
+        traffic.received.append((target, part, request))
 
     def _finish(self, traffic: _Traffic) -> None:
         for peer, work in traffic.works:
             self._wait(work, peer)
-        for (
-            _,
-            target,
-            part,
-            request,
-        ) in traffic.received:  # in rank order: sums have the same bits in every run
+        for target, part, request in traffic.received:  # in rank order: sums have the same bits in every run
             target.note(request.epoch, request.ended + 1)
             if part.numel():
                 target.take(part, request.scale, request.epoch)
