@@ -103,6 +103,10 @@ def run_collectives(transport: str) -> list[str]:
     check("all_reduce, async", zp.full(model.w0), values * 4)
     dist.broadcast(model.w0.data, 1)
     check("broadcast", zp.full(model.w0), values * 4)
+    cast = model.w0.data.double()
+    dist.all_reduce(cast)
+    check("all_reduce of a cast", zp.full(cast), (values * 8).double())
+    check("the parameter under the cast", zp.full(model.w0), values * 4)
     lists = [torch.empty(300, 70) for _ in range(2)]
     dist.all_gather(lists, model.w0.data)
     check("all_gather", torch.stack(lists), torch.stack([values * 4] * 2))

@@ -6,6 +6,7 @@ private full copies and are waited for. Only writes that are the same on all ran
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from torch._C._distributed_c10d import Work
 from torch._ops import OpOverload
 
 from zeropage.errors import UnsupportedOperationError
-from zeropage.memory.host import allocate
-from zeropage.tensor.base import Paged
+from zeropage.tensor.copies import keep_own, private_copy, stand_in
 from zeropage.tensor.trees import paged_in, plain, rebuild
 
 __all__ = ["run"]
@@ -36,23 +36,11 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not written:
         return _wait(func(*plain(args), **plain(kwargs)))
     pages = list(dict.fromkeys(tensor._node.page for tensor in written))
-    copies = {}
-    for page in pages:
-        copies[page] = allocate(page.layout.numel, page.dtype, page.spec.device)
-        copies[page].copy_(page.flat(page.value()))
-
-    def replace(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, Paged) and tensor._node.page in copies:
-            page = tensor._node.page
-            return tensor._node.apply(page.shaped(copies[page]))
-        return plain(tensor)  # type: ignore[no-any-return]
-
-    ready = rebuild([args, kwargs], replace)
+    copies = {page: private_copy(page, gathers=True) for page in pages}
+    ready = rebuild([args, kwargs], partial(stand_in, copies=copies))
     outcome = _wait(func(*ready[0], **ready[1]))
     with pages[0].pager.writing(pages, f"{name} on {pages[0].name}"):
-        for page, copy in copies.items():
-            low, high = page.bounds
-            page.own().copy_(copy[low:high])
+        keep_own(copies)
     return _with_targets(outcome, args[0])
 
 

@@ -14,17 +14,18 @@ Nothing is ever applied in memory that other ranks can see, apart from the own s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from zeropage.errors import UnsupportedOperationError
-from zeropage.memory.host import allocate
 from zeropage.page import CastNode, Page
 from zeropage.tensor import c10d, identity, randomness
 from zeropage.tensor.agreement import agreed, agreed_batch
 from zeropage.tensor.base import Paged
+from zeropage.tensor.copies import keep_own, private_copy, stand_in
 from zeropage.tensor.rules import WriteRule, careful, returned_targets, targets, write_rule
 from zeropage.tensor.slices import can_slice, cut, cut_lists, item_of
 from zeropage.tensor.trees import paged_in, plain, rebuild, tensors_in
@@ -164,25 +165,13 @@ def _on_copies(
     """Apply the operator to private full copies of the targets' pages; keep the own slices."""
     pages = list(dict.fromkeys(tensor._node.page for tensor in paged))
     pager = pages[0].pager
-    copies = {page: _private_copy(page, gathers=gathers) for page in pages}
-
-    def replace(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, Paged):
-            return tensor
-        node = tensor._node
-        copy = copies.get(node.page)
-        if copy is None or isinstance(node.root, CastNode):
-            return plain(tensor)  # type: ignore[no-any-return]
-        return node.apply(node.page.shaped(copy))
-
-    ready = rebuild([args, kwargs], replace)
+    copies = {page: private_copy(page, gathers=gathers) for page in pages}
+    ready = rebuild([args, kwargs], partial(stand_in, copies=copies))
     with agreed_batch(pages, func, args, kwargs, paged[0]):
         with randomness.of_first_rank(pager, enabled=draws):
             made = careful(func)(*ready[0], **ready[1])
         _settle_stand_ins(func, (args, kwargs), ready, copies)
-        for page, copy in copies.items():
-            low, high = page.bounds
-            page.own().copy_(copy[low:high])
+        keep_own(copies)
     return made
 
 
@@ -196,29 +185,18 @@ def _settle_stand_ins(
     """
     for target in targets(func):
         ours, theirs = tensors_in(target.of(*given)), tensors_in(target.of(*ready))
-        for tensor, stand_in in zip(ours, theirs, strict=True):
+        for tensor, given_to in zip(ours, theirs, strict=True):
             if not isinstance(tensor, Paged):
                 continue
             page = tensor._node.page
-            if tensor.shape != stand_in.shape:
+            if tensor.shape != given_to.shape:
                 raise UnsupportedOperationError(
                     f"{func._schema.name} would resize {page.name!r} from {tuple(tensor.shape)} to "
-                    f"{tuple(stand_in.shape)}, which a sharded parameter cannot follow. Give it arguments that "
+                    f"{tuple(given_to.shape)}, which a sharded parameter cannot follow. Give it arguments that "
                     "fit, or assign the result: p.data = t."
                 )
-            if stand_in.is_conj() or stand_in.is_neg():
-                tensor._node.apply(page.shaped(copies[page])).copy_(stand_in.clone())
-
-
-def _private_copy(page: Page, *, gathers: bool) -> torch.Tensor:
-    """A full-size copy (1-D) of this rank's own: with all values, or with the own slice's only."""
-    copy = allocate(page.layout.numel, page.dtype, page.spec.device)
-    if gathers and page.written:
-        copy.copy_(page.flat(page.value()))
-    elif page.written:
-        low, high = page.bounds
-        copy[low:high].copy_(page.own())
-    return copy
+            if given_to.is_conj() or given_to.is_neg():
+                tensor._node.apply(page.shaped(copies[page])).copy_(given_to.clone())
 
 
 def _write_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]) -> Any:
