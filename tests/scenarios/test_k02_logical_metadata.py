@@ -91,7 +91,7 @@ def _values(transport: str) -> None:
         same(w.norm(), v.norm(), exact=True)
         same(torch.linalg.svdvals(w), torch.linalg.svdvals(v), exact=False)
         same(w.to(torch.bfloat16), v.to(torch.bfloat16), exact=True)
-        same(torch.empty(3, WIDTH) * 0 + w[:3], torch.empty(3, WIDTH) * 0 + v[:3], exact=True)
+        same(torch.zeros(3, WIDTH) + w[:3], torch.zeros(3, WIDTH) + v[:3], exact=True)
     assert torch.equal(v, w)
     assert torch.allclose(v, w)
     assert (v.detach().numpy() == w.detach().numpy()).all()
