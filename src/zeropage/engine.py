@@ -32,6 +32,7 @@ from zeropage.tensor import PagedTensor
 __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
+_OF_A_STEP = {"precision", "cast_frozen", "loss_scale", "clip_grad_norm", "accumulate"}  # settings of each engine
 _BAD_LOSSES = 10  # steps in a row with a non-finite loss before training is given up
 
 
@@ -141,7 +142,7 @@ class Engine:
         yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients (all ranks together). `step` has done so already after an applied step."""
+        """Drop all gradients (all ranks together). `step` has dropped those that it stepped."""
         self._require_open()
         for record in self._records():
             record.drop_gradient()
@@ -239,7 +240,8 @@ class Engine:
         self._own_backwards = 0
         for space in self._spaces:
             space.gradients.forget_backwards()
-        for record in self._records():
+        # another engine may step the other parameters of the model
+        for record in self._records() if self._sharded is None else self._sharded.records():
             record.drop_gradient()
 
     # -- settings that change
@@ -398,10 +400,14 @@ class Engine:
 
 
 def _check_effect(config: Config, pagers: list[Pager]) -> None:
-    """Settings of the pager were fixed when the model was sharded."""
+    """Some settings were fixed when the model was sharded: others than those cannot be asked for now."""
     for pager in pagers:
-        if config.transport not in ("auto", pager.config.transport, pager.transport.name):
+        for key in sorted(config.model_fields_set - _OF_A_STEP):
+            wanted, fixed = getattr(config, key), getattr(pager.config, key)
+            if wanted == fixed or (key == "transport" and wanted in ("auto", pager.transport.name)):
+                continue
+            fixed = pager.transport.name if key == "transport" else fixed
             raise ConfigError(
-                f"transport={config.transport!r} cannot take effect: the model was sharded with "
-                f"{pager.transport.name!r}. Give the config to zp.init() or zp.shard()."
+                f"{key}={wanted!r} cannot take effect: the model was sharded with {fixed!r}. Give the config to "
+                "zp.init() or zp.shard()."
             )

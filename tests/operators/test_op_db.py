@@ -21,7 +21,7 @@ import zeropage as zp
 from tests.operators.leaves import Leaves, copy_of, map_tensors, paged_leaves
 
 PARTS = 8
-SAMPLES = 4
+SAMPLES = 3
 """How many samples of an operator run in the fast tests, spread over its list; the slow ones run all."""
 
 # Their result is whatever memory held before.
@@ -94,6 +94,7 @@ def test_complex_operators_equal_plain_ones(leaves: Leaves, part: int) -> None:
     check_operators(leaves, op_db[part::PARTS], SAMPLES, torch.complex64)
 
 
+@pytest.mark.slow
 def test_linear_algebra_on_complex_numbers_equals_plain(leaves: Leaves) -> None:
     """Its kernels take conjugate views of their own (see [Note: lazy bits])."""
     names = ("linalg.", "pinverse", "svd", "conj", "mH", "H", "vdot", "inner", "real", "imag", "resolve")

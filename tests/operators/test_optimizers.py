@@ -22,8 +22,7 @@ import zeropage as zp
 from tests.harness import run
 
 TRANSPORTS = ("shared", "collective")
-WORLDS = (2, 3)
-MORE_WORLDS = (2, pytest.param(3, marks=pytest.mark.slow))
+WORLDS = (2, pytest.param(3, marks=pytest.mark.slow))
 STEPS = 4
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -251,7 +250,7 @@ def run_warned(transport: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", MORE_WORLDS)
+@pytest.mark.parametrize("world", WORLDS)
 def test_optimizers_through_the_engine_equal_unsharded_ones(world: int, transport: str) -> None:
     for found in run(world, run_engines, transport):
         assert found == {}
@@ -284,7 +283,7 @@ def run_engines(transport: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", MORE_WORLDS)
+@pytest.mark.parametrize("world", WORLDS)
 def test_clipping(world: int, transport: str) -> None:
     for found in run(world, run_clipping, transport):
         assert found == {}
@@ -318,7 +317,7 @@ def run_clipping(transport: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", MORE_WORLDS)
+@pytest.mark.parametrize("world", WORLDS)
 def test_grad_scaler(world: int, transport: str) -> None:
     for found in run(world, run_scaler, transport):
         assert found == []
@@ -351,7 +350,7 @@ def run_scaler(transport: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", MORE_WORLDS)
+@pytest.mark.parametrize("world", WORLDS)
 def test_state_dicts(world: int, transport: str) -> None:
     for found in run(world, run_state_dicts, transport):
         assert found == {}

@@ -62,10 +62,26 @@ def test_shards_that_do_not_fit() -> None:
     assert not zp.is_paged(model.weight)
 
 
-def test_settings_that_come_too_late() -> None:
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ({"transport": "collective"}, "transport='collective' cannot take effect: .* with 'local'"),
+        ({"resident_bytes": 100}, "resident_bytes=100 cannot take effect: .* with None"),
+        ({"timeout_s": 3}, "timeout_s=3.0 cannot take effect: .* with 600.0"),
+        ({"readahead": False}, "readahead=False cannot take effect: .* with True"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16' cannot take effect: .* with 'fp32'"),
+    ],
+)
+def test_settings_that_come_too_late(late: dict[str, object], message: str) -> None:
     model = zp.shard(nn.Linear(3, 3))
-    with pytest.raises(zp.errors.ConfigError, match="cannot take effect"):
-        zp.Engine(model, None, {"transport": "collective"})
+    with pytest.raises(zp.errors.ConfigError, match=message):
+        zp.Engine(model, None, late)
+
+
+def test_settings_that_were_given_before() -> None:
+    settings = {"transport": "local", "resident_bytes": 100, "accumulate": 2}
+    assert zp.Engine(zp.shard(nn.Linear(3, 3), settings), None, settings).config.resident_bytes == 100
+    zp.Engine(zp.shard(nn.Linear(3, 3)), None, {"transport": "local", "accumulate": 4})
 
 
 def test_an_optimizer_over_something_else() -> None:

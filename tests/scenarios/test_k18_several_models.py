@@ -128,3 +128,33 @@ def _joint(transport: str) -> None:
 @everywhere
 def test_two_models_one_loss(transport: str, world: int) -> None:
     run(world, _joint, transport)
+
+
+def _two_parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    parameters = list(model.parameters())
+    return parameters[::2], parameters[1::2]
+
+
+def _two_engines_one_model(transport: str) -> None:
+    """Each engine steps its own parameters of one model, after a backward that both have in common."""
+    plain, model = plain_copy(build_lm, 1), plain_copy(build_lm, 1)
+    references = [torch.optim.AdamW(part, lr=1e-2) for part in _two_parts(plain)]
+    optimizers = [torch.optim.AdamW(part, lr=1e-2) for part in _two_parts(model)]
+    engines = [zp.Engine(model, optimizer, {"transport": transport}) for optimizer in optimizers]
+    for step in range(STEPS):
+        averaged_backward(
+            plain.parameters(), lambda rank, step=step: plain(lm_batch(step, 0, rank)).float().square().mean()
+        )
+        engines[0].backward(model(lm_batch(step, 0, dist.get_rank())).float().square().mean())
+        for reference, engine in zip(references, engines, strict=True):
+            reference.step()
+            reference.zero_grad()
+            assert engine.step().applied
+    same_parameters(plain, model)
+    for engine in engines:
+        engine.close()
+
+
+@everywhere
+def test_two_engines_on_one_model(transport: str, world: int) -> None:
+    run(world, _two_engines_one_model, transport)

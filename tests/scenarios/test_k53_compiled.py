@@ -65,7 +65,7 @@ def _scenario(transport: str, backend: str, whole: bool) -> tuple[int, int]:
     [
         ("eager", "shared"),
         ("eager", "collective"),
-        ("aot_eager", "shared"),
+        pytest.param("aot_eager", "shared", marks=pytest.mark.slow),
         pytest.param("aot_eager", "collective", marks=pytest.mark.slow),
     ],
 )

@@ -157,6 +157,7 @@ def test_an_expected_exception_is_a_result():
     assert bad.is_a("OSError") and not bad.is_a("ValueError")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "reason"), [(exit_at_once, "exited with status 7"), (kill_itself, "killed by SIGKILL")]
 )
@@ -176,6 +177,7 @@ def test_the_peers_of_a_dead_rank_end_with_an_error():
     assert alive.is_a("RuntimeError")
 
 
+@pytest.mark.slow
 def test_a_hang_fails_with_the_stack_of_the_rank_that_hangs():
     run(2, process_id)  # starting the workers is not part of it
     start = time.perf_counter()

@@ -37,7 +37,7 @@ def open_transport(config: Config, group: Group, *, on_cpu: bool) -> Transport:
             "or use 'auto'"
         )
     if wanted == "collective":
-        return CollectiveTransport(group, config.timeout_s)
+        return CollectiveTransport(group, config.timeout_s, deterministic=config.deterministic)
     reason = why_not_shared(on_cpu=on_cpu)
     if reason is None and not group.on_one_host():
         reason = "the ranks run on different hosts"

@@ -17,6 +17,8 @@ from zeropage.transport.group import Group
 
 __all__ = ["Channel", "DeviceChannel", "HostChannel"]
 
+_DATA, _HEADERS = 0, 1  # tags of messages
+
 
 class Channel(Protocol):
     def send(self, data: torch.Tensor, peer: int) -> dist.Work:
@@ -41,10 +43,17 @@ class HostChannel:
         self._backend: Any = dist.ProcessGroupGloo(store, group.rank, group.world, timedelta(seconds=timeout_s))
 
     def send(self, data: torch.Tensor, peer: int) -> dist.Work:
-        return self._backend.send([data], peer, 0)  # type: ignore[no-any-return]
+        return self._backend.send([data], peer, _DATA)  # type: ignore[no-any-return]
 
     def receive(self, into: torch.Tensor, peer: int) -> dist.Work:
-        return self._backend.recv([into], peer, 0)  # type: ignore[no-any-return]
+        return self._backend.recv([into], peer, _DATA)  # type: ignore[no-any-return]
+
+    def send_header(self, data: torch.Tensor, peer: int) -> dist.Work:
+        """Like `send`; headers and data do not meet each other's receivers."""
+        return self._backend.send([data], peer, _HEADERS)  # type: ignore[no-any-return]
+
+    def receive_header(self, into: torch.Tensor, peer: int) -> dist.Work:
+        return self._backend.recv([into], peer, _HEADERS)  # type: ignore[no-any-return]
 
 
 class DeviceChannel:

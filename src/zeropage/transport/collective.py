@@ -23,9 +23,9 @@ __all__ = ["CollectiveTransport"]
 class CollectiveTransport:
     name = "collective"
 
-    def __init__(self, group: Group, timeout_s: float) -> None:
+    def __init__(self, group: Group, timeout_s: float, *, deterministic: bool) -> None:
         self.rank, self.world = group.rank, group.world
-        self._rounds = Rounds(group, timeout_s)
+        self._rounds = Rounds(group, timeout_s, deterministic=deterministic)
         self._in_backward = False
         self.meet("start")
 
@@ -41,7 +41,7 @@ class CollectiveTransport:
         return self._rounds.accumulator(name, layout, dtype, device, _check_of(name))
 
     def settle(self) -> None:
-        """A rank that has come to a meeting has closed its writes before it serves again."""
+        """A rank that writes answers nobody but those that meet it."""
 
     def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
         self._rounds.gather(wanted)
@@ -61,16 +61,19 @@ class CollectiveTransport:
         return self._rounds.meet(intent, payload)
 
     def open_writes(self, intent: str, payload: bytes = b"") -> list[bytes]:
-        return self.meet(intent, payload)
+        self.end_backward()
+        return self._rounds.meet(intent, payload, to_write=True)
 
-    def close_writes(self) -> None: ...
+    def close_writes(self) -> None:
+        self._rounds.writing = False
 
     def begin_backward(self, *, reentrant: bool) -> None:
         self._in_backward = True
+        self._rounds.reentrant = self._rounds.reentrant or reentrant
 
     def end_backward(self) -> None:
         if self._in_backward:
-            self._in_backward = False
+            self._in_backward = self._rounds.reentrant = False
             self._rounds.ended += 1
 
     def await_gradients(self) -> None:

@@ -6,14 +6,19 @@ rank that adds a gradient sends each owner its part. Ranks need not want the sam
 expert 3 the other may read expert 5, or add a gradient, or wait at a meeting, serving until all have come.
 So nothing depends on the order in which ranks touch pages, and identities, never positions, say what a
 message holds. A header that cannot be served is an error on all ranks, because all see all headers.
+
+A rank whose program makes no call at all takes part as well: the thread that hears the others' headers answers
+for it (`inbox`). Only while this rank writes its slices does everybody wait.
 """
 
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
 from typing import Literal
@@ -28,10 +33,11 @@ from zeropage.transport.base import accumulate, overtaken
 from zeropage.transport.channel import Channel, DeviceChannel, HostChannel
 from zeropage.transport.control import describe_divergence
 from zeropage.transport.group import Group
+from zeropage.transport.inbox import HEADER, Inbox, Lost
 
 __all__ = ["RoundAccumulator", "Rounds"]
 
-_HEADER = 1024  # bytes that travel always; longer requests send the rest in a second message
+_ROOM = HEADER - 16  # bytes of a request that travel with its header; the rest follows in a second message
 _PIECE = 16 << 20  # gloo pipelines messages of this size best
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
@@ -43,6 +49,7 @@ class _Kind(IntEnum):
     GATHER = 1  # send me these pages
     ADD = 2  # take my part of this gradient
     AWAIT = 3  # wait until all have ended as many backwards as I; serve meanwhile
+    IDLE = 4  # I want nothing: my program is elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,19 @@ class _Request:
     epoch: int = 0
     scale: float = 1.0
     dtype: int = 0
+    reentrant: bool = False  # the backward that adds runs inside another one
     ended: int = 0  # backwards that the sender has ended
+    made: int = 0  # stores that the sender has made
+
+    @property
+    def turn(self) -> int:
+        """The number of the backward that adds."""
+        return self.ended + 1
+
+    @property
+    def asks(self) -> bool:
+        """Whether the others must answer wherever their programs are."""
+        return self.kind in (_Kind.GATHER, _Kind.ADD)
 
 
 @dataclass(slots=True)
@@ -65,7 +84,20 @@ class _Traffic:
 
     works: list[tuple[int, dist.Work]] = field(default_factory=list)
     keep: list[torch.Tensor] = field(default_factory=list)
-    received: list[tuple[RoundAccumulator, torch.Tensor, _Request]] = field(default_factory=list)
+    received: list[tuple[int, RoundAccumulator, torch.Tensor, _Request]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What all ranks wanted in a round, by rank, and whose wishes have to wait for another one."""
+
+    requests: list[_Request]
+    deferred: set[int]
+
+    @property
+    def moved(self) -> bool:
+        """Whether any rank's program got on with its work."""
+        return any(request.asks and rank not in self.deferred for rank, request in enumerate(self.requests))
 
 
 class RoundAccumulator:
@@ -77,18 +109,27 @@ class RoundAccumulator:
         self._content = -1
         self._contributed = -1
         self._first = self._latest = 0  # one more than the number of the backward of the first and latest contribution
+        self._turns: dict[int, int] = {}  # by rank: the last backward in which it has added all that it had
+        self._lock = threading.Lock()  # the program and the thread that serves may both be here
 
     def add(self, gradient: torch.Tensor, scale: float, epoch: int) -> None:
         self._rounds.add(self, gradient, scale, epoch)
 
     def take(self, part: torch.Tensor, scale: float, epoch: int) -> None:
         """A part of this rank's slice has come in."""
-        if epoch >= self._content:
-            accumulate(self._memory(), part, scale, first=epoch > self._content)
-            self._content = epoch
+        with self._lock:
+            if epoch >= self._content:
+                accumulate(self._memory(), part, scale, first=epoch > self._content)
+                self._content = epoch
 
-    def note(self, epoch: int, turn: int) -> None:
-        """Somebody contributed to `epoch` in the backward of that number."""
+    def has_added(self, rank: int, turn: int) -> bool:
+        """Whether `rank` has nothing more to add in the backward of that number."""
+        return self._turns.get(rank, 0) >= turn
+
+    def note(self, rank: int, epoch: int, turn: int, *, reentrant: bool) -> None:
+        """`rank` contributes to `epoch` in the backward of that number."""
+        if not reentrant:
+            self._turns[rank] = turn
         if epoch > self._contributed:
             self._contributed, self._first, self._latest = epoch, turn, turn
         elif epoch == self._contributed:
@@ -101,24 +142,27 @@ class RoundAccumulator:
 
     def own(self, epoch: int) -> torch.Tensor:
         self.check(epoch)
-        memory = self._memory()
-        if self._content < epoch:
-            memory.zero_()
-            self._content = epoch
-        return memory
+        with self._lock:
+            memory = self._memory()
+            if self._content < epoch:
+                memory.zero_()
+                self._content = epoch
+            return memory
 
     def mark(self, epoch: int) -> None:
-        self._memory()
-        self._content = self._contributed = epoch
-        self._first = self._latest = 0
+        with self._lock:
+            self._memory()
+            self._content = self._contributed = epoch
+            self._first = self._latest = 0
 
     def check(self, epoch: int) -> None:
         if self._contributed > epoch or (self._contributed == epoch and self._latest > self._rounds.ended):
             raise overtaken(self._name)
 
     def release(self) -> None:
-        self.store.shard = allocate(0, self._dtype, self._device)
-        self._content = -1
+        with self._lock:
+            self.store.shard = allocate(0, self._dtype, self._device)
+            self._content = -1
 
     def _memory(self) -> torch.Tensor:
         length = self.store.layout.length(self._rounds.rank)
@@ -128,38 +172,53 @@ class RoundAccumulator:
 
 
 class Rounds:
-    """One rank's end of the rounds of a group. Not for use by two threads at once."""
+    """One rank's end of the rounds of a group.
 
-    def __init__(self, group: Group, timeout_s: float) -> None:
+    [Note: who answers] A round is made by one thread at a time: the program's, or one of the inbox that found
+    nobody to answer a peer. The inbox's waits while this rank writes its slices (`writing`): the program opens
+    and closes writes, and what it closes late is read late.
+    """
+
+    def __init__(self, group: Group, timeout_s: float, *, deterministic: bool) -> None:
         self.rank, self.world, self.timeout_s = group.rank, group.world, timeout_s
         self.ended = 0
-        self._host: Channel | None = HostChannel(group, timeout_s)
-        self._device: Channel | None = DeviceChannel(group)
+        self.reentrant = False
+        self.writing = False
+        self._deterministic = deterministic
         self._peers = [r for r in range(self.world) if r != self.rank]
+        host = HostChannel(group, timeout_s)
+        self._inbox = Inbox(host, self._peers, self._serve)
+        self._host: Channel | None = host
+        self._device: Channel | None = DeviceChannel(group)
+        self._lock = threading.RLock()  # held for a whole round
+        self._failed: Exception | None = None  # what went wrong in a round that a thread made
         self._stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
         self._sums: weakref.WeakValueDictionary[int, RoundAccumulator] = weakref.WeakValueDictionary()
-        self._uid = 0
+        self._made = 0
+        self._farewell = weakref.finalize(self, self._inbox.close)
 
     # -- stores
 
     def private(self, shard: torch.Tensor, layout: Layout, check: int = 0) -> Store:
-        self._uid += 1
-        store = Store(self._uid, check, layout, shard)
+        store = Store(self._made + 1, check, layout, shard)
         self._stores[store.uid] = store
+        self._made += 1  # from now on others may ask for it
         return store
 
     def accumulator(
         self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device, check: int
     ) -> RoundAccumulator:
-        made = RoundAccumulator(name, self.private(allocate(0, dtype, device), layout, check), self, dtype, device)
-        self._sums[made.store.uid] = made
+        store = Store(self._made + 1, check, layout, allocate(0, dtype, device))
+        made = RoundAccumulator(name, store, self, dtype, device)
+        self._stores[store.uid], self._sums[store.uid] = store, made
+        self._made += 1
         return made
 
     # -- requests
 
     def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
         pages = tuple((store.uid, store.check) for store, _ in wanted)
-        self._round(_Request(_Kind.GATHER, pages=pages, ended=self.ended), frames=wanted)
+        self._insist(_Request(_Kind.GATHER, pages=pages), self._was_served, frames=wanted)
 
     def add(self, target: RoundAccumulator, gradient: torch.Tensor, scale: float, epoch: int) -> None:
         store = target.store
@@ -167,45 +226,79 @@ class Rounds:
             gradient = gradient.to(store.shard.dtype)
         request = _Request(
             _Kind.ADD, pages=((store.uid, store.check),), epoch=epoch, scale=scale,
-            dtype=_DTYPES.index(gradient.dtype), ended=self.ended,
+            dtype=_DTYPES.index(gradient.dtype), reentrant=self.reentrant,
         )  # fmt: skip
-        self._round(request, gradient=gradient.contiguous())
+        self._insist(request, self._was_served, gradient=gradient.contiguous())
 
-    def meet(self, intent: str, payload: bytes = b"") -> list[bytes]:
-        mine = _Request(_Kind.MEET, intent=intent, payload=payload, ended=self.ended)
-        while True:
-            requests = self._round(mine)
-            if all(request.kind is _Kind.MEET for request in requests):
-                intents = [request.intent for request in requests]
-                if any(other != intents[0] for other in intents):
-                    raise DivergenceError(describe_divergence(intents))
-                self.ended = max(request.ended for request in requests)
-                return [request.payload for request in requests]
+    def meet(self, intent: str, payload: bytes = b"", *, to_write: bool = False) -> list[bytes]:
+        with self._lock:
+            requests = self._insist(_Request(_Kind.MEET, intent=intent, payload=payload), _all_meet)
+            intents = [request.intent for request in requests]
+            if any(other != intents[0] for other in intents):
+                raise DivergenceError(describe_divergence(intents))
+            self.ended = max(request.ended for request in requests)
+            self.writing = self.writing or to_write
+        return [request.payload for request in requests]
 
     def await_ended(self) -> None:
         """Serve until every rank has ended as many backwards as this one, or waits at a meeting."""
-        mine = _Request(_Kind.AWAIT, ended=self.ended)
-        while True:
-            requests = self._round(mine)
-            if all(other.kind is _Kind.MEET or other.ended >= self.ended for other in requests):
-                return
+        self._insist(_Request(_Kind.AWAIT), self._all_ended)
 
     def scatter(self, store: Store, full: torch.Tensor | None, source: int) -> None:
-        self.meet(f"scatter page {store.uid} from rank {source}")
-        traffic = _Traffic()
-        if self.rank == source:
-            assert full is not None
-            for peer in self._peers:
-                self._send(traffic, full[slice(*store.layout.bounds(peer))], peer)
-            store.shard.copy_(full[slice(*store.layout.bounds(self.rank))])
-        else:
-            self._receive(traffic, store.shard, source)
-        self._finish(traffic)
+        with self._lock:
+            self.meet(f"scatter page {store.uid} from rank {source}")
+            traffic = _Traffic()
+            if self.rank == source:
+                assert full is not None
+                for peer in self._peers:
+                    self._send(traffic, full[slice(*store.layout.bounds(peer))], peer)
+                store.shard.copy_(full[slice(*store.layout.bounds(self.rank))])
+            else:
+                self._receive(traffic, store.shard, source)
+            self._finish(traffic)
 
     def close(self) -> None:
         self._stores.clear()
         self._sums.clear()
         self._host = self._device = None
+        self._farewell()
+
+    # -- until it is done
+
+    def _insist(
+        self,
+        mine: _Request,
+        done: Callable[[_Round], bool],
+        frames: Sequence[tuple[Store, torch.Tensor]] = (),
+        gradient: torch.Tensor | None = None,
+    ) -> list[_Request]:
+        """Make rounds until one is `done`; while the others' programs do something, that may take its time."""
+        since = time.monotonic()
+        while True:
+            made = self._round(mine, frames, gradient)
+            if done(made):
+                return made.requests
+            if made.moved:
+                since = time.monotonic()
+            elif time.monotonic() - since > self.timeout_s:
+                idle = [rank for rank, request in enumerate(made.requests) if request.kind is _Kind.IDLE]
+                raise self._too_late(idle[0] if idle else min(self._peers))
+
+    def _was_served(self, made: _Round) -> bool:
+        return self.rank not in made.deferred
+
+    def _all_ended(self, made: _Round) -> bool:
+        return all(other.kind is _Kind.MEET or other.ended >= self.ended for other in made.requests)
+
+    def _serve(self, peer: int) -> None:
+        """Answer a header of `peer` that the program does not come for (in a thread of the inbox)."""
+        with self._lock:
+            if self._inbox.pending(peer) and not self.writing and self._failed is None and self._host is not None:
+                try:
+                    with torch.no_grad():
+                        self._round(_Request(_Kind.IDLE))
+                except Exception as error:  # told to the program when it comes
+                    self._failed = error
 
     # -- one round
 
@@ -214,17 +307,63 @@ class Rounds:
         mine: _Request,
         frames: Sequence[tuple[Store, torch.Tensor]] = (),
         gradient: torch.Tensor | None = None,
-    ) -> list[_Request]:
-        requests = self._exchange(mine)
-        self._check(requests)
-        traffic = _Traffic()
+    ) -> _Round:
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            requests = self._exchange(replace(mine, ended=self.ended, made=self._made))
+            made = _Round(requests, self._deferred(requests))
+            traffic = _Traffic()
+            for rank, request in enumerate(requests):
+                if rank in made.deferred:
+                    continue
+                if request.kind is _Kind.GATHER:
+                    self._serve_gather(traffic, rank, request, frames)
+                elif request.kind is _Kind.ADD:
+                    self._serve_add(traffic, rank, request, gradient)
+            self._finish(traffic)
+            return made
+
+    def _deferred(self, requests: list[_Request]) -> set[int]:
+        """The ranks whose requests have to wait for another round. All ranks see the same headers and come to the
+        same conclusion; so all of them raise, or none.
+
+        [Note: order of additions] Parts are added in the order (backward, rank), so that sums have the same bits
+        in every run, at any world size. A part waits until every lower rank has added its own or has ended
+        the backward of the same number, and every higher one that of the number before. As over `shared`,
+        this cannot deadlock: see [Note: turns].
+        """
+        deferred: set[int] = set()
+        unknown = {}
         for rank, request in enumerate(requests):
-            if request.kind is _Kind.GATHER:
-                self._serve_gather(traffic, rank, request, frames)
-            elif request.kind is _Kind.ADD:
-                self._serve_add(traffic, rank, request, gradient)
-        self._finish(traffic)
-        return requests
+            known = self._sums if request.kind is _Kind.ADD else self._stores
+            for uid, check in request.pages:
+                without = [other for other in requests if other.made < uid]
+                if without and all(other.kind not in (_Kind.MEET, _Kind.AWAIT) for other in without):
+                    deferred.add(rank)  # they will have made it when their programs have come as far
+                    continue
+                store = self._stores.get(uid)
+                if without or uid not in known or store is None or store.check != check:
+                    unknown[rank] = uid
+            orders = request.kind is _Kind.ADD and self._deterministic and rank not in deferred and rank not in unknown
+            if orders and not all(self._goes_before(other, rank, requests, deferred) for other in range(self.world)):
+                deferred.add(rank)
+        if unknown:
+            raise DivergenceError(
+                f"rank {self.rank} does not have what was asked for (by rank: page number {unknown}). Parameters "
+                "must be created in the same order on every rank."
+            )
+        return deferred
+
+    def _goes_before(self, other: int, rank: int, requests: list[_Request], deferred: set[int]) -> bool:
+        """Whether `other` has nothing to add that comes before what `rank` wants to add now."""
+        mine, theirs = requests[rank], requests[other]
+        needed = mine.turn if other < rank else mine.turn - 1
+        if theirs.kind is _Kind.MEET or theirs.ended >= needed:
+            return True
+        if other < rank and theirs.pages == mine.pages and theirs.turn == mine.turn:  # it adds in this very round
+            return other not in deferred and not theirs.reentrant
+        return self._sums[mine.pages[0][0]].has_added(other, needed)
 
     def _serve_gather(
         self, traffic: _Traffic, rank: int, request: _Request, frames: Sequence[tuple[Store, torch.Tensor]]
@@ -253,50 +392,44 @@ class Rounds:
         else:
             part = allocate(high - low, _DTYPES[request.dtype], target.store.shard.device)
             self._receive(traffic, part, rank)
-        traffic.received.append((target, part, request))
+        traffic.received.append((rank, target, part, request))
 
     def _finish(self, traffic: _Traffic) -> None:
         for peer, work in traffic.works:
             self._wait(work, peer)
-        for target, part, request in traffic.received:  # in rank order: sums have the same bits in every run
-            target.note(request.epoch, request.ended + 1)
+        for rank, target, part, request in traffic.received:  # in rank order
+            target.note(rank, request.epoch, request.turn, reentrant=request.reentrant)
             if part.numel():
                 target.take(part, request.scale, request.epoch)
-
-    def _check(self, requests: list[_Request]) -> None:
-        """All ranks see the same headers, so all of them raise, or none."""
-        unknown = {}
-        for rank, request in enumerate(requests):
-            known = self._sums if request.kind is _Kind.ADD else self._stores
-            for uid, check in request.pages:
-                store = self._stores.get(uid)
-                if uid not in known or store is None or store.check != check:
-                    unknown[rank] = uid
-        if unknown:
-            raise DivergenceError(
-                f"rank {self.rank} does not have what was asked for (by rank: page number {unknown}). Parameters "
-                "must be created in the same order on every rank."
-            )
 
     # -- messages
 
     def _exchange(self, mine: _Request) -> list[_Request]:
-        data = pickle.dumps(
-            (mine.kind, mine.intent, mine.payload, mine.pages, mine.epoch, mine.scale, mine.dtype, mine.ended)
-        )
-        head = torch.zeros(_HEADER, dtype=torch.uint8, device="cpu")  # not the default, which may be "meta"
-        head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
-        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        room = _HEADER - 8
-        head[8 : 8 + min(room, len(data))] = body[:room]
-        heads = self._swap(head, [_HEADER] * self.world)
-        lengths = [int.from_bytes(h[:8].numpy().tobytes(), "little") for h in heads]
-        tails = self._swap(body[room:].contiguous(), [max(0, n - room) for n in lengths])
-        whole = [
-            h[8 : 8 + min(room, n)].numpy().tobytes() + t.numpy().tobytes()
-            for h, t, n in zip(heads, tails, lengths, strict=True)
+        if self._host is None:
+            raise self._closed()
+        self._inbox.start()
+        data = pickle.dumps(tuple(getattr(mine, name) for name in mine.__slots__))
+        try:
+            sent = self._inbox.post(len(data).to_bytes(8, "little") + data[:_ROOM], asks=mine.asks)
+        except RuntimeError as error:
+            raise self._lost(self._peers[0], error) from error
+        heads = [b"" if peer == self.rank else self._take(peer) for peer in range(self.world)]
+        for peer, work in sent:
+            self._wait(work, peer)
+        heads[self.rank] = len(data).to_bytes(8, "little") + data[:_ROOM]
+        lengths = [int.from_bytes(head[:8], "little") for head in heads]
+        rest = torch.tensor(list(data[_ROOM:]), dtype=torch.uint8, device="cpu")
+        tails = self._swap(rest, [max(0, length - _ROOM) for length in lengths])
+        return [
+            _Request(*pickle.loads(head[8 : 8 + min(_ROOM, length)] + tail.numpy().tobytes()))
+            for head, tail, length in zip(heads, tails, lengths, strict=True)
         ]
-        return [_Request(*pickle.loads(data)) for data in whole]
+
+    def _take(self, peer: int) -> bytes:
+        try:
+            return self._inbox.take(peer, self.timeout_s)
+        except Lost as lost:
+            raise (self._too_late(peer) if lost.late else self._gone(peer)) from None
 
     def _swap(self, mine: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
         """Everybody's bytes, by rank; `sizes` are known to all, a size of zero sends nothing."""
@@ -326,7 +459,7 @@ class Rounds:
     def _begin(self, what: Literal["send", "receive"], data: torch.Tensor, peer: int) -> dist.Work:
         channel = self._host if data.device.type == "cpu" else self._device
         if channel is None:
-            raise PeerLostError("this process has closed the engine that served these parameters")
+            raise self._closed()
         try:
             with torch.inference_mode(False):
                 return channel.send(data, peer) if what == "send" else channel.receive(data, peer)
@@ -340,15 +473,27 @@ class Rounds:
             raise self._lost(peer, error) from error
 
     def _lost(self, peer: int, error: RuntimeError) -> PeerLostError:
-        if "tim" in str(error).lower() and "out" in str(error).lower():
-            return PeerTimeoutError(
-                f"rank {peer} did not answer rank {self.rank} within {self.timeout_s:g} s. It may be in code that "
-                "the other ranks do not run, or have raised an error that was caught."
-            )
+        late = "tim" in str(error).lower() and "out" in str(error).lower()
+        return self._too_late(peer) if late else self._gone(peer)
+
+    def _too_late(self, peer: int) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            f"rank {peer} did not answer rank {self.rank} within {self.timeout_s:g} s. It may be in code that "
+            "the other ranks do not run, or have raised an error that was caught."
+        )
+
+    def _gone(self, peer: int) -> PeerLostError:
         return PeerLostError(
             f"rank {peer} is gone (seen by rank {self.rank}): it died, or let go of its model while others still "
             "read it. End the program on all ranks together, with engine.close() or torch.distributed.barrier()."
         )
+
+    def _closed(self) -> PeerLostError:
+        return PeerLostError("this process has closed the engine that served these parameters")
+
+
+def _all_meet(made: _Round) -> bool:
+    return all(request.kind is _Kind.MEET for request in made.requests)
 
 
 def _pieces(data: torch.Tensor) -> list[torch.Tensor]:

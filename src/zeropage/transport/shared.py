@@ -132,7 +132,7 @@ class SharedTransport:
         self.rank, self.world = group.rank, group.world
         self.reentrant = False
         self._deterministic = deterministic
-        self._rounds = Rounds(group, timeout_s)
+        self._rounds = Rounds(group, timeout_s, deterministic=deterministic)
         self._uid = 0
         self._handed_over: int | None = None
         self._turn = 0
