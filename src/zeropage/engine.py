@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +86,7 @@ class Engine:
             space.gradients.looks_for_nonfinite = self.config.precision == "fp16"
         self._closed = False
         self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
+        self._claim()
         self.lr_scheduler = lr_scheduler
         self.global_step = 0
         self.skipped_steps = 0
@@ -142,7 +144,7 @@ class Engine:
         yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients (all ranks together). `step` has dropped those that it stepped."""
+        """Drop all gradients (all ranks together). `step` has done so already, but for what another engine steps."""
         self._require_open()
         for record in self._records():
             record.drop_gradient()
@@ -240,9 +242,17 @@ class Engine:
         self._own_backwards = 0
         for space in self._spaces:
             space.gradients.forget_backwards()
-        # another engine may step the other parameters of the model
-        for record in self._records() if self._sharded is None else self._sharded.records():
-            record.drop_gradient()
+        self._claim()
+        for record in self._records():
+            stepped_by = None if record.stepped_by is None else record.stepped_by()
+            if stepped_by is None or stepped_by is self._sharded:
+                record.drop_gradient()
+
+    def _claim(self) -> None:
+        """Say that this engine steps its optimizer's parameters: another engine of the model leaves their gradients."""
+        if self._sharded is not None:
+            for record in self._sharded.records():
+                record.stepped_by = weakref.ref(self._sharded)
 
     # -- settings that change
 

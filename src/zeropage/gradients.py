@@ -97,12 +97,16 @@ class GradientPage(Page):
 class Record:
     """What zeropage knows of one parameter: its page, its gradient, and which backward they belong to."""
 
-    __slots__ = ("__weakref__", "_contributed", "_face", "_gradients", "_seen", "accumulator", "gradient_page", "page")
+    __slots__ = (
+        "__weakref__", "_contributed", "_face", "_gradients", "_seen", "accumulator", "gradient_page", "page",
+        "stepped_by",
+    )  # fmt: skip
 
     def __init__(self, page: Page, gradients: Gradients) -> None:
         self.page = page
         self._gradients = gradients
         self._contributed = False
+        self.stepped_by: weakref.ref[Any] | None = None  # the engine's optimizer that steps the parameter
         self.accumulator: Accumulator | None = None
         self.gradient_page: GradientPage | None = None
         self._face: PagedTensor | None = None
