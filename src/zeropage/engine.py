@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zeropage.checkpoint import LoadResult, load_checkpoint, save_checkpoint
+from zeropage.checkpoint import LoadResult, Save, Stateful, begin_save, end_save, load_checkpoint
 from zeropage.config import Config
 from zeropage.construct import ConfigLike, pagers_of, shard, space_of
 from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
@@ -85,6 +85,7 @@ class Engine:
         for space in self._spaces:
             space.gradients.looks_for_nonfinite = self.config.precision == "fp16"
         self._closed = False
+        self._saving: Save | None = None
         self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
         self._claim()
         self.lr_scheduler = lr_scheduler
@@ -159,6 +160,7 @@ class Engine:
 
         Raises:
             ConfigError: the engine has no optimizer.
+            CheckpointError: a save with `wait=False` has failed; the step was made all the same.
             NonFiniteError: fp16 only: the loss itself has been non-finite for more than ten steps, or
                 gradients still overflow at the smallest loss scale. Names the first bad parameter and rank.
             DivergenceError, PeerLostError: see `Transport.meet`.
@@ -174,7 +176,10 @@ class Engine:
         check_optimizer(optimizer.optimizer, self.module)
         verdict = self._judge(optimizer)
         self.grad_norm = verdict.square_sum**0.5 / self.loss_scale
-        return self._skip(verdict) if verdict.reason else self._apply(optimizer)
+        result = self._skip(verdict) if verdict.reason else self._apply(optimizer)
+        if verdict.save_failed:
+            self._finish_save()  # raises on all ranks
+        return result
 
     def _judge(self, optimizer: ShardedOptimizer) -> Verdict:
         """What all ranks conclude from the gradients, once every rank has ended its backward."""
@@ -185,6 +190,7 @@ class Engine:
             bad_parameter=next(filter(None, (space.gradients.first_nonfinite for space in self._spaces)), ""),
             bad_loss=self._bad_loss,
             backwards=self._own_backwards + sum(space.gradients.backwards for space in self._spaces),
+            save_failed=self._saving is not None and bool(self._saving.problem),
         )
         return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self.config.precision == "fp16")
 
@@ -286,23 +292,72 @@ class Engine:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         wait: bool = True,
+        *,
+        keep: int | None = None,
+        trainable_only: bool = False,
+        data_loader: Stateful | None = None,
     ) -> str:
         """Save model, optimizer, scheduler, counters and `client_state` under `folder/tag` (all ranks together).
 
-        The format is that of `torch.distributed.checkpoint`, by logical names: any number of ranks loads it.
-        Returns the tag (default: `step<N>`).
-        """
-        self._require_open()
-        return save_checkpoint(self, Path(folder), tag, client_state, wait=wait)
+        The format is that of `torch.distributed.checkpoint`, by logical names: any number of ranks loads it, and so
+        does plain torch. It is published by one rename when it is on the disk; a program that is killed before
+        leaves the earlier checkpoints as they were.
 
-    def load(self, folder: str | Path, tag: str | None = None, weights_only: bool = False) -> LoadResult:
-        """Load what `save` wrote, on any number of ranks (all ranks together). Default: the latest tag.
+        Args:
+            tag: names the checkpoint; default `step<N>`. One of the same name is replaced.
+            client_state: numbers, strings, tensors, lists and dicts of your own; `load` gives them back.
+            wait: False returns as soon as the save has begun. It goes on beside training; the next change of
+                the parameters waits until their values have been written out, not until they are on the disk. A
+                failure is raised by the next `step`, `save`, `load` or `close`, on all ranks.
+            keep: remove all but the newest `keep` checkpoints once this one is published.
+            trainable_only: leave frozen parameters out; `load` then leaves those of the model as they are.
+            data_loader: anything with `state_dict()` and `load_state_dict()`; its position is kept for each rank.
+
+        Returns:
+            The tag.
 
         Raises:
-            CheckpointError: nothing there, or names, shapes or groups do not fit; nothing is changed then.
+            CheckpointError: the folder cannot be written (no room, no permission, another job saves there), or a
+                value could not be loaded again. Raised on all ranks; training can go on.
         """
         self._require_open()
-        return load_checkpoint(self, Path(folder), tag, weights_only=weights_only)
+        self._finish_save()
+        self._saving = begin_save(
+            self, Path(folder), tag, client_state, keep=keep, trainable_only=trainable_only, data_loader=data_loader
+        )
+        for pager in self._pagers:
+            pager.before_writes = self._saving.await_written
+        tag = self._saving.tag
+        if wait:
+            self._finish_save()
+        return tag
+
+    def load(
+        self,
+        folder: str | Path,
+        tag: str | None = None,
+        weights_only: bool = False,
+        *,
+        data_loader: Stateful | None = None,
+    ) -> LoadResult:
+        """Load what `save` wrote, on any number of ranks (all ranks together). Default: the latest tag.
+
+        Random generators and `data_loader` go on where they stood if as many ranks load as saved; otherwise they
+        are left alone (`LoadResult.restored_ranks` tells), since their states belong to ranks.
+
+        Raises:
+            CheckpointError: nothing there, damaged (the file is named), or names, shapes or groups do not fit;
+                nothing is changed then.
+        """
+        self._require_open()
+        self._finish_save()
+        return load_checkpoint(self, Path(folder), tag, weights_only=weights_only, data_loader=data_loader)
+
+    def _finish_save(self) -> None:
+        """Wait for a save under way (all ranks together)."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            end_save(self, saving)
 
     def progress(self) -> dict[str, Any]:
         """The engine's own counters, for a checkpoint."""
@@ -349,6 +404,7 @@ class Engine:
             return
         self._closed = True
         try:
+            self._finish_save()
             for pager in self._pagers:
                 pager.close_batch()
                 pager.transport.meet(f"close the engine after step {self._attempt - 1}")
@@ -375,6 +431,8 @@ class Engine:
             self.close()
         elif not self._closed:  # the other ranks may be elsewhere: do not wait for them
             self._closed = True
+            if self._saving is not None:
+                self._saving.abort()
             self._release()
 
     # -- inside

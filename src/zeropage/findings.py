@@ -29,9 +29,12 @@ class Findings:
     bad_parameter: str  # the first in its own backward whose gradient was not finite
     bad_loss: bool
     backwards: int  # backward passes since the last step
+    save_failed: bool  # a checkpoint that it was writing
 
     @staticmethod
-    def of(records: Sequence[Record], *, bad_parameter: str, bad_loss: bool, backwards: int) -> Findings:
+    def of(
+        records: Sequence[Record], *, bad_parameter: str, bad_loss: bool, backwards: int, save_failed: bool
+    ) -> Findings:
         square_sum, overflow = 0.0, False
         for record in records:
             if record.has_gradient():
@@ -39,7 +42,7 @@ class Findings:
                 norm = float(torch.linalg.vector_norm(own.float() if own.dtype.itemsize == 2 else own))
                 square_sum += norm * norm
                 overflow = overflow or not math.isfinite(norm)
-        return Findings(square_sum, overflow, bad_parameter, bad_loss, backwards)
+        return Findings(square_sum, overflow, bad_parameter, bad_loss, backwards, save_failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Verdict:
     square_sum: float
     reason: str
     bad_loss: bool
+    save_failed: bool
 
 
 def agree(mine: Findings, transport: Transport, attempt: int, *, may_skip: bool) -> Verdict:
@@ -71,6 +75,7 @@ def agree(mine: Findings, transport: Transport, attempt: int, *, may_skip: bool)
         square_sum=math.fsum(found.square_sum for found in findings),
         reason=_reason(findings) if may_skip else "",
         bad_loss=any(found.bad_loss for found in findings),
+        save_failed=any(found.save_failed for found in findings),
     )
 
 

@@ -66,6 +66,7 @@ class Pager:
         self.space: object = None  # what serves this pager; set and cleared by its maker
         self.parameters = 0
         self.sums_complete: Callable[[], None] = _nothing  # called when all ranks have ended their backwards
+        self.before_writes: Callable[[], None] = _nothing  # called before slices change: a save may still read them
         self.gradients_dropped = 0  # how often gradients were dropped; the same on all ranks, or sums are mixed
         self.abandoned: Callable[[], None] = self.close  # called when the last parameter has gone
         self.pages: weakref.WeakValueDictionary[int, Page] = weakref.WeakValueDictionary()
@@ -340,6 +341,7 @@ class Pager:
             for page in pages:
                 page.settle_casts()
             answers = self.transport.open_writes(intent, payload)
+            self.before_writes()
         try:
             yield answers
         finally:
@@ -354,6 +356,7 @@ class Pager:
             self._agree_on_gradients(self.transport.open_writes(intent, self._dropped()))
             self._batch_open = True
             self._reads_in_batch = False
+            self.before_writes()
             self.sums_complete()
 
     def end_backwards(self, intent: str) -> None:
@@ -387,7 +390,7 @@ class Pager:
         """Let go of the peers and of everything that refers back to this pager."""
         self.evict_all()
         self.adopt = _adopt_nothing
-        self.abandoned = self.sums_complete = _nothing
+        self.abandoned = self.sums_complete = self.before_writes = _nothing
         self.transport.close()
 
 

@@ -1,5 +1,6 @@
-"""Saving and loading an engine through `torch.distributed.checkpoint`."""
+"""Saving and loading an engine, in the format of `torch.distributed.checkpoint`."""
 
-from zeropage.checkpoint.elastic import LoadResult, load_checkpoint, save_checkpoint
+from zeropage.checkpoint.elastic import LoadResult, Stateful, begin_save, end_save, load_checkpoint
+from zeropage.checkpoint.saving import Save
 
-__all__ = ["LoadResult", "load_checkpoint", "save_checkpoint"]
+__all__ = ["LoadResult", "Save", "Stateful", "begin_save", "end_save", "load_checkpoint"]

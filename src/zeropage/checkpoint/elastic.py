@@ -1,107 +1,177 @@
 """Checkpoints that any number of ranks loads: logical tensors by name, each rank reading and writing boxes.
 
-A folder holds one sub-folder a tag, in the format of `torch.distributed.checkpoint`, and a file `latest` that
-names the last one. Keys are `model.<name>`, `master.<name>` (fp32 values behind a 16-bit parameter),
-`optimizer.<name>.<state>` and `extra` (bytes of a `torch.save` that loads with `weights_only`: counters, groups,
-client state).
+The format is that of `torch.distributed.checkpoint`. Keys are `model.<name>`, `master.<name>` (fp32 values behind
+a 16-bit parameter), `optimizer.<name>.<state>`, and two kinds of bytes of a `torch.save` that loads with
+`weights_only`: `extra` (counters, groups, client state) and `rank.<r>` (random generators, place in the data).
 """
 
 from __future__ import annotations
 
 import io
-import os
+import random
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from zeropage.checkpoint.folder import Lock, Manifest, check_tag, find, stage
+from zeropage.checkpoint.saving import About, Part, Save
 from zeropage.errors import CheckpointError
 from zeropage.optim import NARROW, ShardedOptimizer, record_of
 from zeropage.steps import over_slice
 from zeropage.tensor import PagedTensor
+from zeropage.transport import Transport
 
 if TYPE_CHECKING:
     from zeropage.engine import Engine
 
-__all__ = ["LoadResult", "load_checkpoint", "save_checkpoint"]
+__all__ = ["LoadResult", "Stateful", "begin_save", "end_save", "load_checkpoint"]
 
-_LATEST = "latest"
-_VERSION = 1
+_VERSION = 2
+
+
+class Stateful(Protocol):
+    """A data loader that knows its position (`torchdata`'s protocol)."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What `Engine.load` found: the tag, and the `client_state` that was saved with it."""
+    """What `Engine.load` found.
+
+    Attributes:
+        tag: the checkpoint that was taken.
+        client_state: what was saved with it.
+        global_step: steps applied when it was saved.
+        world: ranks that saved it.
+        restored_ranks: whether what belongs to each rank alone was restored too: random generators, and the
+            position of a data loader. That is so if as many ranks load as saved.
+    """
 
     tag: str
     client_state: dict[str, Any]
     global_step: int
+    world: int
+    restored_ranks: bool
 
 
-def save_checkpoint(
-    engine: Engine, folder: Path, tag: str | None, client_state: Mapping[str, Any] | None, *, wait: bool
-) -> str:
-    """See `Engine.save`. `wait=False` is accepted and waits: writing beside training is not there yet."""
+def begin_save(
+    engine: Engine,
+    folder: Path,
+    tag: str | None,
+    client_state: Mapping[str, Any] | None,
+    *,
+    keep: int | None,
+    trainable_only: bool,
+    data_loader: Stateful | None,
+) -> Save:
+    """Begin to write what `Engine.save` says. The values are read while they lie where they are."""
     tag = tag if tag is not None else f"step{engine.global_step}"
-    if not tag or "/" in tag or tag == _LATEST:
-        raise CheckpointError(f"tag {tag!r} cannot name a checkpoint; use letters and digits")
     for pager in engine.pagers:
         pager.close_batch()
         pager.transport.meet(f"save {tag}")
-    state = _tensors(engine)
-    state["extra"] = _pack(
-        {
-            "version": _VERSION,
-            "progress": engine.progress(),
-            "groups": _groups(engine),
-            "state": _small_state(engine),
-            "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
-            "client_state": dict(client_state or {}),
-        }
-    )
-    with torch.no_grad():
-        _together(save, engine, state, folder / tag)
-    if engine.pagers[0].transport.rank == 0:
-        _point(folder, tag)
-    engine.pagers[0].transport.meet(f"saved {tag}")
-    return tag
+    transport = engine.pagers[0].transport
+    staging: Path | None = None
+    lock: Lock | None = None
+    parts: list[Part] = []
+    problem = ""
+    try:
+        try:
+            check_tag(tag)
+            if keep is not None and keep < 1:
+                raise CheckpointError(f"keep={keep} would leave no checkpoint; keep 1 or more")
+            parts = _parts(engine, client_state, trainable_only=trainable_only, data_loader=data_loader)
+            if transport.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = Lock(folder)
+                staging = stage(folder, tag)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        made = transport.meet(f"begin to save {tag}", b"" if staging is None else staging.name.encode())[0].decode()
+        if made and not (folder / made).is_dir():
+            problem = problem or f"{folder} is another folder there: all ranks must save to one file system"
+        _raise_together(transport, f"save to {folder}", problem)
+    except BaseException:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            lock.release()
+        raise
+    about = About(tag, engine.global_step, transport.world, keep, {"torch": str(torch.__version__)})
+    return Save(transport.rank, folder / made, parts, about, lock, engine.pagers[0].config.timeout_s)
 
 
-def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_only: bool) -> LoadResult:
+def end_save(engine: Engine, saving: Save) -> None:
+    """Wait until the checkpoint is published (all ranks together).
+
+    Raises:
+        CheckpointError: a rank could not write its part. What was there before is as it was.
+    """
+    transport = engine.pagers[0].transport
+    saving.await_reported()
+    try:
+        _raise_together(transport, f"write {saving.tag}", saving.problem)
+        saving.join()
+        _raise_together(transport, f"publish {saving.tag}", saving.problem)
+    except BaseException:
+        saving.abort()
+        raise
+
+
+def load_checkpoint(
+    engine: Engine, folder: Path, tag: str | None, *, weights_only: bool, data_loader: Stateful | None
+) -> LoadResult:
     """See `Engine.load`. Everything is read and checked, on all ranks, before anything is changed."""
     sharded = None if weights_only else engine.sharded_optimizer
     for pager in engine.pagers:
         pager.close_batch()
+    transport = engine.pagers[0].transport
     with _one_verdict(engine, "check a checkpoint"):
-        tag = _latest(folder) if tag is None else tag
-        path = folder / tag
-        if not (path / ".metadata").exists():
-            raise CheckpointError(f"{path} is not a checkpoint: it has no .metadata file")
+        path = find(folder, tag)
+        manifest = Manifest.read(path)
+        if manifest is not None:
+            manifest.check(path, sorted(manifest.files)[transport.rank :: transport.world])
         metadata = FileSystemReader(path).read_metadata()
-        extra = _read_extra(path, metadata)
-        _check_model(engine, metadata, path)
+        extra = _read_packed(path, metadata, "extra")
+        if extra["version"] > _VERSION:
+            raise CheckpointError(f"{path} has format {extra['version']}; this zeropage reads up to {_VERSION}")
+        _check_model(engine, metadata, extra, path)
         if sharded is not None:
             _check_optimizer(engine, sharded, extra, path)
-    model = {f"model.{name}": _room_like(value, name) for name, value in _model(engine).items()}
-    restored = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
+        world = extra.get("world", 0)
+        restored = not weights_only and world == transport.world
+        of_rank = _read_packed(path, metadata, f"rank.{transport.rank}") if restored else {}
+    left_out = set(extra.get("left_out", ()))
+    targets = {n: value for n, value in _model(engine).items() if n not in left_out}
+    model = {f"model.{name}": _room_like(value, name) for name, value in targets.items()}
+    found = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
     masters = {} if sharded is None else _empty_masters(engine, metadata)
-    with _one_verdict(engine, f"read {tag}"), torch.no_grad():
-        _together(load, engine, {**model, **{key: value for key, (value, _) in restored.items()}, **masters}, path)
-    _put_in_place(engine, tag, model, masters)
+    with _one_verdict(engine, f"read {path.name}"):
+        with torch.no_grad():
+            _together(load, engine, {**model, **{key: value for key, (value, _) in found.items()}, **masters}, path)
+        if manifest is not None and Manifest.read(path) != manifest:
+            raise CheckpointError(f"{path} was replaced while it was read; load again")
+    _put_in_place(engine, path.name, targets, model, masters)
     if sharded is not None:
-        _restore_optimizer(engine, sharded, extra, restored, masters)
+        _restore_optimizer(engine, sharded, extra, found, masters)
+    if not weights_only:
         engine.restore_progress(extra["progress"])
         if engine.lr_scheduler is not None and extra["scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(extra["scheduler"])
-    return LoadResult(tag, extra["client_state"], int(extra["progress"]["global_step"]))
+        if restored:
+            _restore_rank(of_rank, data_loader)
+    return LoadResult(path.name, extra["client_state"], int(extra["progress"]["global_step"]), world, restored)
 
 
 @contextmanager
@@ -112,7 +182,12 @@ def _one_verdict(engine: Engine, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         problem = str(error) or type(error).__name__
-    answers = engine.pagers[0].transport.meet(what, problem.encode()[:4000])
+    _raise_together(engine.pagers[0].transport, what, problem)
+
+
+def _raise_together(transport: Transport, what: str, problem: str) -> None:
+    """Raise CheckpointError on all ranks if any has a problem (collective)."""
+    answers = transport.meet(what, problem.encode()[:4000])
     told = [(rank, answer.decode(errors="replace")) for rank, answer in enumerate(answers) if answer]
     if told:
         rank, text = told[0]
@@ -127,9 +202,15 @@ def _room_like(value: torch.Tensor, name: str) -> torch.Tensor:
     return torch.zeros_like(value)
 
 
-def _put_in_place(engine: Engine, tag: str, model: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> None:
+def _put_in_place(
+    engine: Engine,
+    tag: str,
+    named: dict[str, torch.Tensor],
+    model: dict[str, torch.Tensor],
+    masters: dict[str, torch.Tensor],
+) -> None:
     """Copy what was read into the model, in one write batch."""
-    targets = {f"model.{name}": value for name, value in _model(engine).items()}
+    targets = {f"model.{name}": value for name, value in named.items()}
     paged = {key: value._node.page for key, value in targets.items() if isinstance(value, PagedTensor)}
     with torch.no_grad(), ExitStack() as batches:
         for pager in engine.pagers:
@@ -165,8 +246,72 @@ def _names(engine: Engine) -> dict[PagedTensor, str]:
     return {p: name for name, p in _parameters(engine).items()}
 
 
-def _tensors(engine: Engine) -> dict[str, Any]:
-    state: dict[str, Any] = {f"model.{name}": value for name, value in _model(engine).items()}
+def _parts(
+    engine: Engine,
+    client_state: Mapping[str, Any] | None,
+    *,
+    trainable_only: bool,
+    data_loader: Stateful | None,
+) -> list[Part]:
+    """What this rank writes: its boxes of what is sharded, and on the first rank what all have alike."""
+    left_out = _frozen(engine) if trainable_only else []
+    extra = {
+        "version": _VERSION,
+        "world": engine.pagers[0].transport.world,
+        "left_out": left_out,
+        "progress": engine.progress(),
+        "groups": _groups(engine),
+        "state": _small_state(engine),
+        "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+        "client_state": dict(client_state or {}),
+    }
+    rank = engine.pagers[0].transport.rank
+    tensors = _tensors(engine, left_out) | {"extra": _pack(extra)}
+    found = []
+    for key, value in tensors.items():
+        if isinstance(value, PagedTensor):
+            for box, part in value._node.page.boxes():
+                found.append(Part(key, tuple(value.shape), box.offset, part.detach()))
+        elif rank == 0:
+            # a copy: buffers and step counters may change at any time
+            found.append(Part(key, tuple(value.shape), (0,) * value.dim(), value.detach().clone()))
+    own = _pack(_state_of_rank(data_loader))
+    found.append(Part(f"rank.{rank}", tuple(own.shape), (0,), own))
+    return found
+
+
+def _frozen(engine: Engine) -> list[str]:
+    return sorted(
+        name
+        for name, parameter in engine.module.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    )
+
+
+def _state_of_rank(data_loader: Stateful | None) -> dict[str, Any]:
+    """What belongs to this rank alone: random generators, and its place in the data."""
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": [version, list(internal), gauss],
+        "data_loader": None if data_loader is None else data_loader.state_dict(),
+    }
+
+
+def _restore_rank(saved: dict[str, Any], data_loader: Stateful | None) -> None:
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+    version, internal, gauss = saved["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if data_loader is not None and saved["data_loader"] is not None:
+        data_loader.load_state_dict(saved["data_loader"])
+
+
+def _tensors(engine: Engine, left_out: list[str]) -> dict[str, torch.Tensor]:
+    apart = set(left_out)
+    state = {f"model.{name}": value for name, value in _model(engine).items() if name not in apart}
     sharded = engine.sharded_optimizer
     if sharded is None:
         return state
@@ -209,27 +354,27 @@ def _groups(engine: Engine) -> list[dict[str, Any]]:
 # -- what is loaded
 
 
-def _read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
-    described = metadata.state_dict_metadata.get("extra")
+def _read_packed(path: Path, metadata: Metadata, key: str) -> dict[str, Any]:
+    described = metadata.state_dict_metadata.get(key)
     if not isinstance(described, TensorStorageMetadata):
-        raise CheckpointError(f"{path} was not written by zeropage: it has no entry 'extra'")
+        raise CheckpointError(f"{path} was not written by zeropage: it has no entry {key!r}")
     data = torch.empty(described.size, dtype=torch.uint8)
     with _alone():
-        load({"extra": data}, checkpoint_id=path, no_dist=True)
-    extra: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
-    if extra["version"] > _VERSION:
-        raise CheckpointError(f"{path} has format version {extra['version']}; this zeropage reads up to {_VERSION}")
-    return extra
+        load({key: data}, checkpoint_id=path, no_dist=True)
+    values: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    return values
 
 
-def _check_model(engine: Engine, metadata: Metadata, path: Path) -> None:
+def _check_model(engine: Engine, metadata: Metadata, extra: dict[str, Any], path: Path) -> None:
     saved = metadata.state_dict_metadata
+    left_out = set(extra.get("left_out", ()))
     here = _model(engine)
     problems = []
     for name, value in here.items():
         described = saved.get(f"model.{name}")
         if not isinstance(described, TensorStorageMetadata):
-            problems.append(f"{name} is missing")
+            if name not in left_out:
+                problems.append(f"{name} is missing")
         elif described.size != value.shape:
             problems.append(f"{name} has shape {tuple(described.size)} there and {tuple(value.shape)} here")
     for key, described in saved.items():
@@ -334,7 +479,7 @@ def _alone() -> Iterator[None]:
         yield
 
 
-# -- small files
+# -- small values
 
 
 def _pack(values: dict[str, Any]) -> torch.Tensor:
@@ -350,20 +495,3 @@ def _pack(values: dict[str, Any]) -> torch.Tensor:
             f"strings, tensors, lists and dicts: {error}"
         ) from error
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def _point(folder: Path, tag: str) -> None:
-    """Replace `latest` in one step."""
-    temporary = folder / f".{_LATEST}.new"
-    with temporary.open("w") as file:
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / _LATEST)
-
-
-def _latest(folder: Path) -> str:
-    pointer = folder / _LATEST
-    if not pointer.exists():
-        raise CheckpointError(f"{folder} holds no checkpoint: there is no file {_LATEST!r}; name a tag")
-    return pointer.read_text().strip()
