@@ -17,6 +17,9 @@ from rich.console import Console
 
 import zeropage
 from zeropage import environment
+from zeropage.checkpoint import inspect as look_into
+from zeropage.checkpoint import render
+from zeropage.errors import ZeropageError
 
 __all__ = ["app", "demo_program"]
 
@@ -80,6 +83,24 @@ def demo(
     command += ["--steps", str(steps), "--out", str(out)]
     command += [] if text is None else ["--text", str(text)]
     raise typer.Exit(subprocess.run(command).returncode)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of several (the latest then).")],
+    verify: Annotated[bool, typer.Option(help="Read every byte and compare checksums.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show what is inside a checkpoint and what it needs on 1, 2, 4 and 8 ranks."""
+    try:
+        found = look_into(checkpoint, verify=verify)
+    except ZeropageError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2, default=str))
+    else:
+        Console().print(render(found))
 
 
 def demo_program() -> Path:

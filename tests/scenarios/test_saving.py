@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import fully_shard
+from typer.testing import CliRunner
 
 import zeropage as zp
 from tests.harness import Failure, RankDied, run
 from zeropage.checkpoint.folder import Lock, Manifest, find, tags
+from zeropage.cli import app
 from zeropage.errors import CheckpointError
 
 WIDTH = 64
@@ -503,3 +505,29 @@ def test_the_time_of_saves_orders_them(tmp_path: Path) -> None:
         engine.save(tmp_path, tag=tag)
         time.sleep(0.01)
     assert tags(tmp_path) == ["b", "a", "c"]
+
+
+# -- inspect
+
+
+def test_inspect_shows_what_is_inside(tmp_path: Path) -> None:
+    run(2, _saves_two_steps, str(tmp_path))
+    plain = CliRunner().invoke(app, ["inspect", str(tmp_path), "--verify"])
+    assert plain.exit_code == 0, plain.output
+    assert "every byte" in plain.output and "optimizer.2.weight.exp_avg" in plain.output
+    found = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "step2"), "--json"]).output)
+    assert (found["tag"], found["step"], found["world"], found["verified"]) == ("step2", 2, 2, False)
+    weights = 4 * 2 * (WIDTH * WIDTH + WIDTH)
+    assert found["bytes_on_ranks"]["1"] == 3 * weights + 4 * 4  # weights, two moments, and four step counters
+    assert found["bytes_on_ranks"]["2"] == pytest.approx(found["bytes_on_ranks"]["1"] / 2, rel=0.03)
+    assert found["groups"][0]["params"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_inspect_names_what_is_damaged(tmp_path: Path) -> None:
+    run(2, _saves_two_steps, str(tmp_path))
+    _flip(tmp_path / "step2")
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path)]).exit_code == 0, "sizes are right"
+    broken = CliRunner().invoke(app, ["inspect", str(tmp_path), "--verify"])
+    assert broken.exit_code == 1 and "__1_0.distcp is damaged" in broken.output
+    nothing = CliRunner().invoke(app, ["inspect", str(tmp_path / "nowhere")])
+    assert nothing.exit_code == 1 and "holds no checkpoint" in nothing.output

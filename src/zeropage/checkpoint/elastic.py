@@ -33,7 +33,7 @@ from zeropage.transport import Transport
 if TYPE_CHECKING:
     from zeropage.engine import Engine
 
-__all__ = ["LoadResult", "Stateful", "begin_save", "end_save", "load_checkpoint"]
+__all__ = ["LoadResult", "Stateful", "begin_save", "end_save", "load_checkpoint", "read_packed"]
 
 _VERSION = 2
 
@@ -143,7 +143,7 @@ def load_checkpoint(
         if manifest is not None:
             manifest.check(path, sorted(manifest.files)[transport.rank :: transport.world])
         metadata = FileSystemReader(path).read_metadata()
-        extra = _read_packed(path, metadata, "extra")
+        extra = read_packed(path, metadata, "extra")
         if extra["version"] > _VERSION:
             raise CheckpointError(f"{path} has format {extra['version']}; this zeropage reads up to {_VERSION}")
         _check_model(engine, metadata, extra, path)
@@ -151,7 +151,7 @@ def load_checkpoint(
             _check_optimizer(engine, sharded, extra, path)
         world = extra.get("world", 0)
         restored = not weights_only and world == transport.world
-        of_rank = _read_packed(path, metadata, f"rank.{transport.rank}") if restored else {}
+        of_rank = read_packed(path, metadata, f"rank.{transport.rank}") if restored else {}
     left_out = set(extra.get("left_out", ()))
     targets = {n: value for n, value in _model(engine).items() if n not in left_out}
     model = {f"model.{name}": _room_like(value, name) for name, value in targets.items()}
@@ -354,7 +354,8 @@ def _groups(engine: Engine) -> list[dict[str, Any]]:
 # -- what is loaded
 
 
-def _read_packed(path: Path, metadata: Metadata, key: str) -> dict[str, Any]:
+def read_packed(path: Path, metadata: Metadata, key: str) -> dict[str, Any]:
+    """The values of an entry that is not a tensor of the model: `extra` or `rank.<r>`."""
     described = metadata.state_dict_metadata.get(key)
     if not isinstance(described, TensorStorageMetadata):
         raise CheckpointError(f"{path} was not written by zeropage: it has no entry {key!r}")
