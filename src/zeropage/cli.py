@@ -1,4 +1,4 @@
-"""The command line: `zeropage env` looks at the machine, `zeropage demo` runs the example.
+"""The command line: look at the machine, run the example, convert a DeepSpeed checkpoint.
 
 Commands are thin: they read their options, call one function and print.
 """
@@ -17,6 +17,8 @@ from rich.console import Console
 
 import zeropage
 from zeropage import environment
+from zeropage.checkpoint import convert_deepspeed
+from zeropage.errors import CheckpointError
 
 __all__ = ["app", "demo_program"]
 
@@ -80,6 +82,24 @@ def demo(
     command += ["--steps", str(steps), "--out", str(out)]
     command += [] if text is None else ["--text", str(text)]
     raise typer.Exit(subprocess.run(command).returncode)
+
+
+@app.command()
+def import_deepspeed(
+    ckpt: Annotated[Path, typer.Argument(help="The folder that DeepSpeed saved into.")],
+    out: Annotated[Path, typer.Argument(help="Where the checkpoint for `Engine.load` goes.")],
+    tag: Annotated[str | None, typer.Option(help="Which one; the latest if absent.")] = None,
+) -> None:
+    """Convert a DeepSpeed ZeRO checkpoint: weights, fp32 masters, optimizer, counters, loss scale."""
+    try:
+        found = convert_deepspeed(ckpt, out, tag)
+    except CheckpointError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(
+        f"{out / found.tag}: step {found.global_step}, {found.num_parameters} trained parameters "
+        f"(ZeRO stage {found.stage}, {found.world} ranks)"
+    )
 
 
 def demo_program() -> Path:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zeropage.checkpoint import LoadResult, load_checkpoint, save_checkpoint
+from zeropage.checkpoint import LoadResult, load_checkpoint, opened, save_checkpoint
 from zeropage.config import Config
 from zeropage.construct import ConfigLike, pagers_of, shard, space_of
 from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
@@ -286,13 +286,16 @@ class Engine:
         return save_checkpoint(self, Path(folder), tag, client_state, wait=wait)
 
     def load(self, folder: str | Path, tag: str | None = None, weights_only: bool = False) -> LoadResult:
-        """Load what `save` wrote, on any number of ranks (all ranks together). Default: the latest tag.
+        """Load what `save` or DeepSpeed wrote, on any number of ranks (all ranks together). Default: the latest tag.
+
+        A checkpoint of DeepSpeed is converted first, each time; see `zeropage import-deepspeed`.
 
         Raises:
             CheckpointError: nothing there, or names, shapes or groups do not fit; nothing is changed then.
         """
         self._require_open()
-        return load_checkpoint(self, Path(folder), tag, weights_only=weights_only)
+        with opened(self, Path(folder), tag) as found:
+            return load_checkpoint(self, found, tag, weights_only=weights_only)
 
     def progress(self) -> dict[str, Any]:
         """The engine's own counters, for a checkpoint."""

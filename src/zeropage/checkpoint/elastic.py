@@ -31,10 +31,10 @@ from zeropage.tensor import PagedTensor
 if TYPE_CHECKING:
     from zeropage.engine import Engine
 
-__all__ = ["LoadResult", "load_checkpoint", "save_checkpoint"]
+__all__ = ["VERSION", "LoadResult", "alone", "load_checkpoint", "one_verdict", "pack", "point", "save_checkpoint"]
 
 _LATEST = "latest"
-_VERSION = 1
+VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ def save_checkpoint(
         pager.close_batch()
         pager.transport.meet(f"save {tag}")
     state = _tensors(engine)
-    state["extra"] = _pack(
+    state["extra"] = pack(
         {
-            "version": _VERSION,
+            "version": VERSION,
             "progress": engine.progress(),
             "groups": _groups(engine),
             "state": _small_state(engine),
@@ -70,7 +70,7 @@ def save_checkpoint(
     with torch.no_grad():
         _together(save, engine, state, folder / tag)
     if engine.pagers[0].transport.rank == 0:
-        _point(folder, tag)
+        point(folder, tag)
     engine.pagers[0].transport.meet(f"saved {tag}")
     return tag
 
@@ -80,7 +80,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_on
     sharded = None if weights_only else engine.sharded_optimizer
     for pager in engine.pagers:
         pager.close_batch()
-    with _one_verdict(engine, "check a checkpoint"):
+    with one_verdict(engine, "check a checkpoint"):
         tag = _latest(folder) if tag is None else tag
         path = folder / tag
         if not (path / ".metadata").exists():
@@ -93,7 +93,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_on
     model = {f"model.{name}": _room_like(value, name) for name, value in _model(engine).items()}
     restored = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
     masters = {} if sharded is None else _empty_masters(engine, metadata)
-    with _one_verdict(engine, f"read {tag}"), torch.no_grad():
+    with one_verdict(engine, f"read {tag}"), torch.no_grad():
         _together(load, engine, {**model, **{key: value for key, (value, _) in restored.items()}, **masters}, path)
     _put_in_place(engine, tag, model, masters)
     if sharded is not None:
@@ -105,7 +105,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_on
 
 
 @contextmanager
-def _one_verdict(engine: Engine, what: str) -> Iterator[None]:
+def one_verdict(engine: Engine, what: str) -> Iterator[None]:
     """If the body raises on any rank, raise CheckpointError on all of them (collective)."""
     problem = ""
     try:
@@ -214,11 +214,11 @@ def _read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
     if not isinstance(described, TensorStorageMetadata):
         raise CheckpointError(f"{path} was not written by zeropage: it has no entry 'extra'")
     data = torch.empty(described.size, dtype=torch.uint8)
-    with _alone():
+    with alone():
         load({"extra": data}, checkpoint_id=path, no_dist=True)
     extra: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
-    if extra["version"] > _VERSION:
-        raise CheckpointError(f"{path} has format version {extra['version']}; this zeropage reads up to {_VERSION}")
+    if extra["version"] > VERSION:
+        raise CheckpointError(f"{path} has format version {extra['version']}; this zeropage reads up to {VERSION}")
     return extra
 
 
@@ -248,9 +248,12 @@ def _check_optimizer(engine: Engine, sharded: ShardedOptimizer, extra: dict[str,
     saved, here = extra["groups"], _groups(engine)
     if len(saved) != len(here):
         raise CheckpointError(f"{path} has {len(saved)} optimizer groups, this engine has {len(here)}")
+    trained = {name for name, p in _parameters(engine).items() if p.requires_grad}
     for index, (there, mine) in enumerate(zip(saved, here, strict=True)):
-        if there["params"] != mine["params"]:
-            odd = sorted(set(there["params"]) ^ set(mine["params"])) or ["their order"]
+        # DeepSpeed leaves frozen parameters out of its groups
+        here_too = [name for name in mine["params"] if name in trained or name in there["params"]]
+        if there["params"] != here_too:
+            odd = sorted(set(there["params"]) ^ set(here_too)) or ["their order"]
             raise CheckpointError(f"optimizer group {index} of {path} holds other parameters: {', '.join(odd[:8])}")
 
 
@@ -320,14 +323,14 @@ def _restore_optimizer(
 def _together(function: Callable[..., Any], engine: Engine, state: dict[str, Any], path: Path) -> None:
     """torch's `save` or `load`, on the ranks that the model is sharded over."""
     if engine.process_group is None:
-        with _alone():
+        with alone():
             function(state, checkpoint_id=path, no_dist=True)
     else:
         function(state, checkpoint_id=path, process_group=engine.process_group)
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """One process does it by itself, on purpose: torch need not warn of that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -337,7 +340,7 @@ def _alone() -> Iterator[None]:
 # -- small files
 
 
-def _pack(values: dict[str, Any]) -> torch.Tensor:
+def pack(values: dict[str, Any]) -> torch.Tensor:
     """As bytes that `torch.load(weights_only=True)` reads."""
     buffer = io.BytesIO()
     torch.save(values, buffer)
@@ -352,7 +355,7 @@ def _pack(values: dict[str, Any]) -> torch.Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def _point(folder: Path, tag: str) -> None:
+def point(folder: Path, tag: str) -> None:
     """Replace `latest` in one step."""
     temporary = folder / f".{_LATEST}.new"
     with temporary.open("w") as file:
