@@ -1,6 +1,7 @@
 """DeepSpeed's checkpoints, turned into zeropage's: weights, fp32 masters, optimizer state, counters, loss scale.
 
-It owns the translation; what the files look like is `deepspeed_files`'s to know. Everything is read and checked
+It owns the translation; what files there are is
+`deepspeed_files`'s to know, and where a parameter is in them `deepspeed_groups`'s. Everything is read and checked
 before anything is written, and written as `Engine.save` would have. Memory is bounded: tensors are views of the
 mapped files where they stand in one piece, and otherwise put together in a mapped scratch file, one at a time.
 """
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from zeropage.checkpoint.deepspeed_files import Folder, Group, Piece, Spread, is_deepspeed, read_folder, tag_of
+from zeropage.checkpoint.deepspeed_files import is_deepspeed, tag_of
+from zeropage.checkpoint.deepspeed_groups import Folder, Group, Piece, Spread, read_folder
 from zeropage.checkpoint.elastic import VERSION, alone, one_verdict, pack, point
 from zeropage.errors import CheckpointError
 from zeropage.loss_scale import DynamicLossScale
@@ -72,6 +74,7 @@ def convert_deepspeed(source: Path, target: Path, tag: str | None = None) -> Con
     tensors, extra = _tensors(folder), _extra(folder)
     pack(extra)  # raises for what could not be loaded again
     target.parent.mkdir(parents=True, exist_ok=True)
+    _check_space(tensors, target.parent)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         state = {key: _whole(value, Path(scratch) / str(number)) for number, (key, value) in enumerate(tensors.items())}
         _write(state, extra, target, tag)
@@ -134,6 +137,15 @@ class _Value:
     source: Spread
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.source.shape.numel() * self.dtype.itemsize
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a view of the file it is in will do."""
+        return len(self.source.pieces) == 1 and self.source.dtype == self.dtype
+
 
 def _tensors(folder: Folder) -> dict[str, _Value]:
     found = {f"model.{name}": value for name, value in _weights(folder)}
@@ -179,6 +191,16 @@ def _weights(folder: Folder) -> Iterator[tuple[str, _Value]]:
             yield name, _Value(source, value.dtype)
 
 
+def _check_space(tensors: Mapping[str, _Value], folder: Path) -> None:
+    """A mapped file that the disk has no room for would end the process at its first write."""
+    needed = sum(value.nbytes * (1 if value.in_place else 2) for value in tensors.values())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"{folder} has {free:,} bytes free; the conversion needs {needed:,}, half of it for a while"
+        )
+
+
 def _in_one_piece(value: torch.Tensor) -> Spread:
     return Spread([value.reshape(-1)], [Piece(0, 0, value.numel())], value.shape)
 
@@ -186,7 +208,7 @@ def _in_one_piece(value: torch.Tensor) -> Spread:
 def _whole(value: _Value, scratch: Path) -> torch.Tensor:
     """A view of the file that it is in or, if it has to be put together or cast, of a new file `scratch`."""
     pieces, shape = value.source.flat(), value.source.shape
-    if len(pieces) == 1 and pieces[0].dtype == value.dtype:
+    if value.in_place:
         return pieces[0].view(shape)
     whole = torch.from_file(str(scratch), shared=True, size=shape.numel(), dtype=value.dtype)
     start = 0
