@@ -89,11 +89,10 @@ def opened(engine: Engine, folder: Path, tag: str | None) -> Iterator[Path]:
     All ranks together. Rank 0 converts, beside the original, or in the system's temporary folder where that is
     not writable. The body must end with all ranks having read, or with an error on all of them.
     """
+    for pager in engine.pagers:
+        pager.close_batch()
     transport = engine.pagers[0].transport
-    theirs = is_deepspeed(folder, tag)
-    if not any(
-        answer == b"deepspeed" for answer in transport.meet("open a checkpoint", b"deepspeed" if theirs else b"")
-    ):
+    if not any(transport.meet("open a checkpoint", b"deepspeed" if is_deepspeed(folder, tag) else b"")):
         yield folder
         return
     beside: Path | None = None
