@@ -1,4 +1,4 @@
-"""The command line: `zeropage env` looks at the machine, `zeropage demo` runs the example.
+"""The command line: look at the machine or at a checkpoint, run the example, convert what others saved.
 
 Commands are thin: they read their options, call one function and print.
 """
@@ -17,8 +17,8 @@ from rich.console import Console
 
 import zeropage
 from zeropage import environment
+from zeropage.checkpoint import convert_deepspeed, render
 from zeropage.checkpoint import inspect as look_into
-from zeropage.checkpoint import render
 from zeropage.errors import ZeropageError
 
 __all__ = ["app", "demo_program"]
@@ -101,6 +101,24 @@ def inspect(
         typer.echo(json.dumps(found.as_dict(), indent=2, default=str))
     else:
         Console().print(render(found))
+
+
+@app.command()
+def import_deepspeed(
+    ckpt: Annotated[Path, typer.Argument(help="The folder that DeepSpeed saved into.")],
+    out: Annotated[Path, typer.Argument(help="Where the checkpoint for `Engine.load` goes.")],
+    tag: Annotated[str | None, typer.Option(help="Which one; the latest if absent.")] = None,
+) -> None:
+    """Convert a DeepSpeed ZeRO checkpoint: weights, fp32 masters, optimizer, counters, loss scale."""
+    try:
+        found = convert_deepspeed(ckpt, out, tag)
+    except ZeropageError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    typer.echo(
+        f"{out / found.tag}: step {found.global_step}, {found.num_parameters} trained parameters "
+        f"(ZeRO stage {found.stage}, {found.world} ranks)"
+    )
 
 
 def demo_program() -> Path:

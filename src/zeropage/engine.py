@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zeropage.checkpoint import LoadResult, Save, Stateful, begin_save, end_save, load_checkpoint
+from zeropage.checkpoint import LoadResult, Save, Stateful, begin_save, end_save, load_checkpoint, opened
 from zeropage.config import Config
 from zeropage.construct import ConfigLike, pagers_of, shard, space_of
 from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
@@ -340,7 +340,9 @@ class Engine:
         *,
         data_loader: Stateful | None = None,
     ) -> LoadResult:
-        """Load what `save` wrote, on any number of ranks (all ranks together). Default: the latest tag.
+        """Load what `save` or DeepSpeed wrote, on any number of ranks (all ranks together). Default: the latest tag.
+
+        A checkpoint of DeepSpeed is converted first, each time; see `zeropage import-deepspeed`.
 
         Random generators and `data_loader` go on where they stood if as many ranks load as saved; otherwise they
         are left alone (`LoadResult.restored_ranks` tells), since their states belong to ranks.
@@ -351,7 +353,8 @@ class Engine:
         """
         self._require_open()
         self._finish_save()
-        return load_checkpoint(self, Path(folder), tag, weights_only=weights_only, data_loader=data_loader)
+        with opened(self, Path(folder), tag) as found:
+            return load_checkpoint(self, found, tag, weights_only=weights_only, data_loader=data_loader)
 
     def _finish_save(self) -> None:
         """Wait for a save under way (all ranks together)."""

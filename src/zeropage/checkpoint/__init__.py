@@ -1,7 +1,11 @@
-"""Saving and loading an engine, in the format of `torch.distributed.checkpoint`."""
+"""Saving and loading an engine, in the format of `torch.distributed.checkpoint`; reading what DeepSpeed has saved."""
 
+from zeropage.checkpoint.deepspeed import Converted, convert_deepspeed, opened
 from zeropage.checkpoint.elastic import LoadResult, Stateful, begin_save, end_save, load_checkpoint
 from zeropage.checkpoint.inspect import inspect, render
 from zeropage.checkpoint.saving import Save
 
-__all__ = ["LoadResult", "Save", "Stateful", "begin_save", "end_save", "inspect", "load_checkpoint", "render"]
+__all__ = [
+    "Converted", "LoadResult", "Save", "Stateful", "begin_save", "convert_deepspeed", "end_save", "inspect",
+    "load_checkpoint", "opened", "render",
+]  # fmt: skip

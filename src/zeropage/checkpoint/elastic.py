@@ -33,9 +33,12 @@ from zeropage.transport import Transport
 if TYPE_CHECKING:
     from zeropage.engine import Engine
 
-__all__ = ["LoadResult", "Stateful", "begin_save", "end_save", "load_checkpoint", "read_packed"]
+__all__ = [
+    "VERSION", "LoadResult", "Stateful", "begin_save", "end_save", "load_checkpoint", "one_verdict", "pack",
+    "read_packed",
+]  # fmt: skip
 
-_VERSION = 2
+VERSION = 2
 
 
 class Stateful(Protocol):
@@ -137,27 +140,28 @@ def load_checkpoint(
     for pager in engine.pagers:
         pager.close_batch()
     transport = engine.pagers[0].transport
-    with _one_verdict(engine, "check a checkpoint"):
+    with one_verdict(engine, "check a checkpoint"):
         path = find(folder, tag)
         manifest = Manifest.read(path)
         if manifest is not None:
             manifest.check(path, sorted(manifest.files)[transport.rank :: transport.world])
         metadata = FileSystemReader(path).read_metadata()
         extra = read_packed(path, metadata, "extra")
-        if extra["version"] > _VERSION:
-            raise CheckpointError(f"{path} has format {extra['version']}; this zeropage reads up to {_VERSION}")
+        if extra["version"] > VERSION:
+            raise CheckpointError(f"{path} has format {extra['version']}; this zeropage reads up to {VERSION}")
         _check_model(engine, metadata, extra, path)
         if sharded is not None:
             _check_optimizer(engine, sharded, extra, path)
         world = extra.get("world", 0)
-        restored = not weights_only and world == transport.world
-        of_rank = read_packed(path, metadata, f"rank.{transport.rank}") if restored else {}
+        own = f"rank.{transport.rank}"
+        restored = not weights_only and world == transport.world and own in metadata.state_dict_metadata
+        of_rank = read_packed(path, metadata, own) if restored else {}
     left_out = set(extra.get("left_out", ()))
     targets = {n: value for n, value in _model(engine).items() if n not in left_out}
     model = {f"model.{name}": _room_like(value, name) for name, value in targets.items()}
     found = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
     masters = {} if sharded is None else _empty_masters(engine, metadata)
-    with _one_verdict(engine, f"read {path.name}"):
+    with one_verdict(engine, f"read {path.name}"):
         with torch.no_grad():
             _together(load, engine, {**model, **{key: value for key, (value, _) in found.items()}, **masters}, path)
         if manifest is not None and Manifest.read(path) != manifest:
@@ -175,7 +179,7 @@ def load_checkpoint(
 
 
 @contextmanager
-def _one_verdict(engine: Engine, what: str) -> Iterator[None]:
+def one_verdict(engine: Engine, what: str) -> Iterator[None]:
     """If the body raises on any rank, raise CheckpointError on all of them (collective)."""
     problem = ""
     try:
@@ -256,7 +260,7 @@ def _parts(
     """What this rank writes: its boxes of what is sharded, and on the first rank what all have alike."""
     left_out = _frozen(engine) if trainable_only else []
     extra = {
-        "version": _VERSION,
+        "version": VERSION,
         "world": engine.pagers[0].transport.world,
         "left_out": left_out,
         "progress": engine.progress(),
@@ -266,7 +270,7 @@ def _parts(
         "client_state": dict(client_state or {}),
     }
     rank = engine.pagers[0].transport.rank
-    tensors = _tensors(engine, left_out) | {"extra": _pack(extra)}
+    tensors = _tensors(engine, left_out) | {"extra": pack(extra)}
     found = []
     for key, value in tensors.items():
         if isinstance(value, PagedTensor):
@@ -275,7 +279,7 @@ def _parts(
         elif rank == 0:
             # a copy: buffers and step counters may change at any time
             found.append(Part(key, tuple(value.shape), (0,) * value.dim(), value.detach().clone()))
-    own = _pack(_state_of_rank(data_loader))
+    own = pack(_state_of_rank(data_loader))
     found.append(Part(f"rank.{rank}", tuple(own.shape), (0,), own))
     return found
 
@@ -394,9 +398,12 @@ def _check_optimizer(engine: Engine, sharded: ShardedOptimizer, extra: dict[str,
     saved, here = extra["groups"], _groups(engine)
     if len(saved) != len(here):
         raise CheckpointError(f"{path} has {len(saved)} optimizer groups, this engine has {len(here)}")
+    trained = {name for name, p in _parameters(engine).items() if p.requires_grad}
     for index, (there, mine) in enumerate(zip(saved, here, strict=True)):
-        if there["params"] != mine["params"]:
-            odd = sorted(set(there["params"]) ^ set(mine["params"])) or ["their order"]
+        # DeepSpeed leaves frozen parameters out of its groups
+        here_too = [name for name in mine["params"] if name in trained or name in there["params"]]
+        if there["params"] != here_too:
+            odd = sorted(set(there["params"]) ^ set(here_too)) or ["their order"]
             raise CheckpointError(f"optimizer group {index} of {path} holds other parameters: {', '.join(odd[:8])}")
 
 
@@ -483,7 +490,7 @@ def _alone() -> Iterator[None]:
 # -- small values
 
 
-def _pack(values: dict[str, Any]) -> torch.Tensor:
+def pack(values: dict[str, Any]) -> torch.Tensor:
     """As bytes that `torch.load(weights_only=True)` reads."""
     buffer = io.BytesIO()
     torch.save(values, buffer)
