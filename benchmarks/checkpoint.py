@@ -109,6 +109,7 @@ def _rank(rank: int, options: argparse.Namespace, port: int) -> None:
     engine = _engine(options.layers)
     nbytes = sum(v.numel() * v.element_size() for v in _state(engine).values())
     full = _full(engine) if rank == 0 else {}
+    dist.barrier()
     step_s = statistics.median(_timed(lambda: _step(engine)) for _ in range(3))
     seen: dict[str, list[float]] = {}
     folder = Path(options.folder)

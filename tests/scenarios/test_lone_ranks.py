@@ -47,6 +47,10 @@ def _rank_zero_looks(transport: str) -> tuple[float, ...]:
         assert "shape" in repr(parameter)
         seen = (parameter.norm().item(), parameter.grad.norm().item(), zp.full(parameter).sum().item())
     engine.step()
+    if rank == 0:
+        moment = engine.optimizer.state[parameter]["exp_avg"]
+        assert zp.full(moment).norm().item() > 0 and "shape" in repr(moment)
+    torch.distributed.barrier()
     _train(engine, 1)
     engine.close()
     return seen

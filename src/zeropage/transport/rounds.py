@@ -200,6 +200,7 @@ class Rounds:
     # -- stores
 
     def private(self, shard: torch.Tensor, layout: Layout, check: int = 0) -> Store:
+        self._inbox.start()  # from now on others may ask
         store = Store(self._made + 1, check, layout, shard)
         self._stores[store.uid] = store
         self._made += 1  # from now on others may ask for it

@@ -222,7 +222,6 @@ class SharedTransport:
             if store.whole is not None:
                 frame.copy_(store.whole)
             else:
-                self.meet(f"gather private page {store.uid}")
                 self._rounds.gather([(store, frame)])
 
     def gather_in_step(self, store: Store, frame: torch.Tensor, what: str) -> None:
