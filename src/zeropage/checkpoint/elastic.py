@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from zeropage.checkpoint.named import first_names, tensors_of
+from zeropage.checkpoint.verdict import one_verdict
 from zeropage.errors import CheckpointError
 from zeropage.optim import NARROW, ShardedOptimizer, record_of
 from zeropage.steps import over_slice
@@ -31,7 +33,7 @@ from zeropage.tensor import PagedTensor
 if TYPE_CHECKING:
     from zeropage.engine import Engine
 
-__all__ = ["LoadResult", "load_checkpoint", "save_checkpoint"]
+__all__ = ["LoadResult", "latest", "load_checkpoint", "read_extra", "save_checkpoint"]
 
 _LATEST = "latest"
 _VERSION = 1
@@ -65,6 +67,7 @@ def save_checkpoint(
             "state": _small_state(engine),
             "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
             "client_state": dict(client_state or {}),
+            **_about_names(engine),
         }
     )
     with torch.no_grad():
@@ -80,20 +83,20 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_on
     sharded = None if weights_only else engine.sharded_optimizer
     for pager in engine.pagers:
         pager.close_batch()
-    with _one_verdict(engine, "check a checkpoint"):
-        tag = _latest(folder) if tag is None else tag
+    with one_verdict(engine.pagers[0].transport, "check a checkpoint"):
+        tag = latest(folder) if tag is None else tag
         path = folder / tag
         if not (path / ".metadata").exists():
             raise CheckpointError(f"{path} is not a checkpoint: it has no .metadata file")
         metadata = FileSystemReader(path).read_metadata()
-        extra = _read_extra(path, metadata)
+        extra = read_extra(path, metadata)
         _check_model(engine, metadata, path)
         if sharded is not None:
             _check_optimizer(engine, sharded, extra, path)
     model = {f"model.{name}": _room_like(value, name) for name, value in _model(engine).items()}
     restored = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
     masters = {} if sharded is None else _empty_masters(engine, metadata)
-    with _one_verdict(engine, f"read {tag}"), torch.no_grad():
+    with one_verdict(engine.pagers[0].transport, f"read {tag}"), torch.no_grad():
         _together(load, engine, {**model, **{key: value for key, (value, _) in restored.items()}, **masters}, path)
     _put_in_place(engine, tag, model, masters)
     if sharded is not None:
@@ -102,21 +105,6 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str | None, *, weights_on
         if engine.lr_scheduler is not None and extra["scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(extra["scheduler"])
     return LoadResult(tag, extra["client_state"], int(extra["progress"]["global_step"]))
-
-
-@contextmanager
-def _one_verdict(engine: Engine, what: str) -> Iterator[None]:
-    """If the body raises on any rank, raise CheckpointError on all of them (collective)."""
-    problem = ""
-    try:
-        yield
-    except Exception as error:
-        problem = str(error) or type(error).__name__
-    answers = engine.pagers[0].transport.meet(what, problem.encode()[:4000])
-    told = [(rank, answer.decode(errors="replace")) for rank, answer in enumerate(answers) if answer]
-    if told:
-        rank, text = told[0]
-        raise CheckpointError(text if len(told) == len(answers) else f"rank {rank}: {text}")
 
 
 def _room_like(value: torch.Tensor, name: str) -> torch.Tensor:
@@ -153,8 +141,16 @@ def _put_in_place(engine: Engine, tag: str, model: dict[str, torch.Tensor], mast
 
 def _model(engine: Engine) -> dict[str, torch.Tensor]:
     """All tensors of the module that have elements, by name."""
-    named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
-    return {n: v.detach() for n, v in named.items() if isinstance(v, torch.Tensor) and v.numel()}
+    return {name: value.detach() for name, value in tensors_of(engine.module).items() if value.numel()}
+
+
+def _about_names(engine: Engine) -> dict[str, Any]:
+    """What the format cannot say: which names are tied to an earlier one, and tensors without elements."""
+    named = tensors_of(engine.module)
+    return {
+        "tied": {name: first for name, first in first_names(named).items() if name != first},
+        "empty": {name: (value.dtype, tuple(value.shape)) for name, value in named.items() if not value.numel()},
+    }
 
 
 def _parameters(engine: Engine) -> dict[str, PagedTensor]:
@@ -209,7 +205,7 @@ def _groups(engine: Engine) -> list[dict[str, Any]]:
 # -- what is loaded
 
 
-def _read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
+def read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
     described = metadata.state_dict_metadata.get("extra")
     if not isinstance(described, TensorStorageMetadata):
         raise CheckpointError(f"{path} was not written by zeropage: it has no entry 'extra'")
@@ -362,7 +358,7 @@ def _point(folder: Path, tag: str) -> None:
     temporary.rename(folder / _LATEST)
 
 
-def _latest(folder: Path) -> str:
+def latest(folder: Path) -> str:
     pointer = folder / _LATEST
     if not pointer.exists():
         raise CheckpointError(f"{folder} holds no checkpoint: there is no file {_LATEST!r}; name a tag")
