@@ -56,16 +56,18 @@ class SavedModel:
             **{name: (dtype, tuple(size)) for name, (dtype, size, _) in self._chunks.items()},
             **{name: about for name, about in empty.items() if name not in tied},
         }
+        parts = [chunk.sizes.numel() * dtype.itemsize for dtype, _, chunks in self._chunks.values() for chunk in chunks]
+        self._room = torch.empty(max(parts, default=0), dtype=torch.uint8)
 
     def parts(self, name: str) -> Iterable[Part]:
-        """The parts of a tensor, each read when it is asked for."""
+        """The parts of a tensor, each read when it is asked for, and gone when the next one is."""
         return self._read(name) if name in self._chunks else []
 
     def _read(self, name: str) -> Iterator[Part]:
         dtype, size, chunks = self._chunks[name]
         key = _PREFIX + name
         for chunk in chunks:
-            values = torch.empty(chunk.sizes, dtype=dtype)
+            values = self._room[: chunk.sizes.numel() * dtype.itemsize].view(dtype).view(chunk.sizes)
             planner = DefaultLoadPlanner()
             planner.set_up_planner({key: values}, self._metadata, is_coordinator=True)
             start = torch.Size([0] * len(size))
