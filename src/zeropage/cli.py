@@ -1,4 +1,4 @@
-"""The command line: `zeropage env` looks at the machine, `zeropage demo` runs the example.
+"""The command line: `zeropage env` looks at the machine, `zeropage demo` runs the example, `zeropage export` converts.
 
 Commands are thin: they read their options, call one function and print.
 """
@@ -26,6 +26,14 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+
+
+class DtypeChoice(str, Enum):
+    """What floating-point tensors are converted to."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class TransportChoice(str, Enum):
@@ -80,6 +88,23 @@ def demo(
     command += ["--steps", str(steps), "--out", str(out)]
     command += [] if text is None else ["--text", str(text)]
     raise typer.Exit(subprocess.run(command).returncode)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that Engine.save wrote, or one tag's folder in it.")],
+    out: Annotated[Path, typer.Argument(help="Where the safetensors files go.")],
+    max_shard_size: Annotated[str, typer.Option(help='Bytes of a file: "5GB", "512MiB", or a number.')] = "5GB",
+    dtype: Annotated[
+        DtypeChoice | None, typer.Option(help="Convert floating-point tensors (default: as saved).")
+    ] = None,
+) -> None:
+    """Write the model of a checkpoint as Hugging Face safetensors, in this process alone, part by part."""
+    try:
+        zeropage.export(checkpoint, out, max_shard_size, None if dtype is None else dtype.value)
+    except zeropage.errors.ZeropageError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def demo_program() -> Path:

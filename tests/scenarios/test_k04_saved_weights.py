@@ -132,8 +132,16 @@ def _save_pretrained(transport: str, folder: Path, tied: bool) -> None:
     zp.export(model, folder / "export", max_shard_size="20KB")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("transport", ["shared", "collective"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("transport", "tied"),
+    [
+        ("shared", True),
+        *(pytest.param(*case, marks=SLOW) for case in [("shared", False), ("collective", True), ("collective", False)]),
+    ],
+)
 def test_save_pretrained(transport: str, tied: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     run(2, _save_pretrained, transport, tmp_path, tied)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 import zeropage as zp
 from tests.harness import run
 from tests.harness.allocations import allocations
-from tests.scenarios.beside import plain_copy
+from tests.scenarios.beside import everywhere, plain_copy
 
 pytest.importorskip("transformers")
 
@@ -81,6 +82,7 @@ def _pretrained(transport: str, kind: str, folder: Path, options: dict[str, Any]
     assert info["unexpected_keys"] == ["zz." + RENAMED[kind]]
     assert len(info["mismatched_keys"]) == {"llama": 1, "bert": 2, "clip": 0}[kind]
     assert all(zp.is_paged(parameter) for parameter in model.parameters())
+    dist.barrier()
     got = model.state_dict()
     for name, value in plain.state_dict().items():
         full = zp.full(got[name])
@@ -93,6 +95,7 @@ def _pretrained(transport: str, kind: str, folder: Path, options: dict[str, Any]
         others = [torch.empty_like(full) for _ in range(dist.get_world_size())]
         dist.all_gather(others, full.contiguous())
         assert all(torch.equal(other, full) for other in others), name
+    dist.barrier()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -103,12 +106,54 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", ["llama", "bert", "clip"])
-@pytest.mark.parametrize("transport", ["shared", "collective"])
+FAST = [("shared", "llama", "plain")]
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind", "options"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+        for case in itertools.product(["shared", "collective"], ["llama", "bert", "clip"], OPTIONS)
+    ],
+)
 def test_from_pretrained(transport: str, kind: str, options: str, tmp_path: Path) -> None:
     _prepare(kind, tmp_path)
     run(2, _pretrained, transport, kind, tmp_path, OPTIONS[options])
+
+
+# -- loaders that go through a set
+
+
+class _Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcdef":
+            setattr(self, name, nn.Parameter(torch.empty(5, 3)))
+
+
+def _in_any_order(transport: str) -> None:
+    rank = dist.get_rank()
+    with zp.init({"transport": transport}):
+        with torch.device("meta"):
+            model = _Wide()
+        for name in ("abcdef", "fbdeca", "cdabfe")[rank]:
+            setattr(model, name, nn.Parameter(torch.full((5, 3), float(ord(name) + rank))))
+    for name in "abcdef":
+        parameter = getattr(model, name)
+        assert zp.is_paged(parameter) and parameter._node.page.name == name
+        assert torch.equal(zp.full(parameter), torch.full((5, 3), float(ord(name)))), "the first rank's values"
+    dist.barrier()
+    with pytest.raises(zp.errors.DivergenceError, match=f"gave values to _Wide.{'ab'[rank > 0]}"):
+        with zp.init({"transport": transport}):
+            with torch.device("meta"):
+                model = _Wide()
+            setattr(model, "ab"[rank > 0], nn.Parameter(torch.zeros(5, 3)))
+    dist.barrier()
+
+
+@everywhere
+def test_any_order(transport: str, world: int) -> None:
+    run(world, _in_any_order, transport)
 
 
 # -- the same through load_safetensors, from a model on the meta device
@@ -132,6 +177,7 @@ def _from_meta(transport: str, kind: str, folder: Path) -> None:
             assert torch.equal(zp.full(value), whole[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bert", "clip"])
 @pytest.mark.parametrize("transport", ["shared", "collective"])
 def test_load_safetensors_reports_the_same(transport: str, kind: str, tmp_path: Path) -> None:
@@ -159,17 +205,19 @@ def _peak(transport: str, folder: Path) -> tuple[int, int, int]:
 
     with allocations() as used, zp.init({"transport": transport}):
         model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    mapped = (folder / "model.safetensors").stat().st_size  # by the safetensors library, counted in full
     shards = 0 if transport == "shared" else sum(zp.local(p).nbytes for p in model.parameters())
     expected = load_file(folder / "model.safetensors")
     for name, parameter in model.named_parameters():
         assert torch.equal(zp.full(parameter), expected[name]), name
     dist.barrier()
-    return used.peak, shards, sum(p.nbytes for p in model.parameters())
+    return used.peak - mapped, shards, sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("transport", ["shared", "collective"])
+@pytest.mark.parametrize("transport", ["shared", pytest.param("collective", marks=pytest.mark.slow)])
 def test_memory(transport: str, tmp_path: Path) -> None:
     plain_copy(_big).save_pretrained(tmp_path)
     for peak, shards, total in run(2, _peak, transport, tmp_path):
         assert total > 6 * LARGEST
-        assert peak <= shards + LARGEST + 65536, f"{peak:,} with shards of {shards:,} and tensors up to {LARGEST:,}"
+        # pages on the meta device have memory too, which nothing ever touches
+        assert peak <= 2 * shards + LARGEST + 65536, f"{peak:,} with shards of {shards:,} and tensors up to {LARGEST:,}"

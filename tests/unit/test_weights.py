@@ -119,7 +119,7 @@ def test_indices_that_are_wrong(index: object, words: str, tmp_path: Path) -> No
 
 
 def test_folders_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         find_source(tmp_path)
     safetensors.torch.save_file(TENSORS, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"it has other\.safetensors: name the file itself"):
