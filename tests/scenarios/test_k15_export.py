@@ -17,6 +17,7 @@ from tests.harness import run
 from tests.harness.allocations import allocations
 from tests.harness.models import LM
 from tests.scenarios.beside import everywhere, plain_copy
+from zeropage.weights import parts
 
 PIECES = 1500  # bytes: several files
 
@@ -91,6 +92,21 @@ def test_the_bytes_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     safetensors.torch.save_file(state, tmp_path / "theirs", metadata={"format": "pt"})
     zp.export(plain_copy(lambda: LM(tied=True)), tmp_path / "ours")
     assert (tmp_path / "ours" / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("piece", [8, 100])
+def test_pieces(piece: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tensors larger than a piece, of every kind, out and in again."""
+    zp.export(plain_copy(Mixed), tmp_path / "whole", dtype="bf16")
+    monkeypatch.setattr(parts, "PIECE", piece)
+    for number, build in enumerate((Mixed, lambda: zp.shard(Mixed(), {"transport": "local"}))):
+        zp.export(plain_copy(build), tmp_path / str(number), dtype="bf16")
+        assert content(tmp_path / str(number)) == content(tmp_path / "whole")
+        model = plain_copy(build, seed=4)
+        zp.load_safetensors(model, tmp_path / "whole")
+        for name, value in plain_copy(Mixed).state_dict().items():
+            expected = value.bfloat16().to(value.dtype) if value.is_floating_point() else value
+            assert torch.equal(zp.full(model.state_dict()[name]), expected), name
 
 
 def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:

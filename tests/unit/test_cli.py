@@ -59,9 +59,9 @@ def test_demo_refuses_what_cannot_be(wrong: list[str]) -> None:
 def test_export_converts_a_checkpoint(tmp_path: Path) -> None:
     engine = zeropage.Engine(torch.nn.Linear(3, 5))
     engine.save(tmp_path / "checkpoint")
-    zeropage.export(engine.module, tmp_path / "live", 40, "bf16")
+    zeropage.export(engine.module, tmp_path / "live", 30, "bf16")
     engine.close()
-    options = [str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--max-shard-size", "40", "--dtype", "bf16"]
+    options = [str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--max-shard-size", "30", "--dtype", "bf16"]
     assert runner.invoke(cli.app, ["export", *options]).exit_code == 0
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert len(files) == 2 + 1
