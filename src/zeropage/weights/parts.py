@@ -125,7 +125,9 @@ def write_part(file: int, entry: Entry, part: Part) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    """The memory of a contiguous tensor (one of a single element may have any strides)."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 
