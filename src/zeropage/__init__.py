@@ -12,6 +12,7 @@ from zeropage.edit import full, gather, is_paged, local, resident
 from zeropage.engine import Engine
 from zeropage.reports import MemoryReport, StepResult
 from zeropage.tensor import PagedTensor
+from zeropage.weights import LoadedWeights, export, load_safetensors
 
 __version__ = "0.1.0"
 
@@ -19,14 +20,17 @@ __all__ = [
     "Config",
     "Engine",
     "LoadResult",
+    "LoadedWeights",
     "MemoryReport",
     "PagedTensor",
     "StepResult",
     "errors",
+    "export",
     "full",
     "gather",
     "init",
     "is_paged",
+    "load_safetensors",
     "local",
     "resident",
     "shard",

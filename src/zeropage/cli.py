@@ -31,6 +31,14 @@ app = typer.Typer(
 )
 
 
+class DtypeChoice(str, Enum):
+    """What floating-point tensors are converted to."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 class TransportChoice(str, Enum):
     """How ranks reach each other's slices; `auto` takes the first that can run."""
 
@@ -119,6 +127,23 @@ def import_deepspeed(
         f"{out / found.tag}: step {found.global_step}, {found.num_parameters} trained parameters "
         f"(ZeRO stage {found.stage}, {found.world} ranks)"
     )
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that Engine.save wrote, or one tag's folder in it.")],
+    out: Annotated[Path, typer.Argument(help="Where the safetensors files go.")],
+    max_shard_size: Annotated[str, typer.Option(help='Bytes of a file: "5GB", "512MiB", or a number.')] = "5GB",
+    dtype: Annotated[
+        DtypeChoice | None, typer.Option(help="Convert floating-point tensors (default: as saved).")
+    ] = None,
+) -> None:
+    """Write the model of a checkpoint as Hugging Face safetensors, in this process alone, part by part."""
+    try:
+        zeropage.export(checkpoint, out, max_shard_size, None if dtype is None else dtype.value)
+    except ZeropageError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
 
 
 def demo_program() -> Path:

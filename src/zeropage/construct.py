@@ -85,7 +85,11 @@ class init:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._space is not None
-        self._space.watcher.close()
+        try:
+            if error is None:
+                self._space.watcher.check_all_paged()
+        finally:
+            self._space.watcher.close()
 
 
 def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:

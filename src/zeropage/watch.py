@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from zeropage.errors import DivergenceError
 from zeropage.hooks import register
 from zeropage.page import Page
 from zeropage.pager import Pager
@@ -36,6 +37,7 @@ class Watcher:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._thread: int | None = None
         self._depth = 0
+        self._waiting: dict[int, tuple[nn.Parameter, str]] = {}  # by the number of the page that each replaces
         self._handles = [
             register(register_module_parameter_registration_hook, self.parameter_registered),
             register(register_module_module_registration_hook, self.module_registered),
@@ -52,8 +54,19 @@ class Watcher:
         self._depth -= 1
         if self._depth == 0:
             self._thread = None
+            self._waiting.clear()
             self.name_all()
             self._pager.parameter_left()
+
+    def check_all_paged(self) -> None:
+        """At the end of `init`: every parameter that was set on one rank was set on all.
+
+        Raises:
+            DivergenceError: ranks set different ones.
+        """
+        if self._waiting and self._depth == 1:
+            names = ", ".join(sorted(name for _, name in self._waiting.values())[:8])
+            raise DivergenceError(f"only this rank gave values to {names}; set the same parameters on every rank")
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -92,7 +105,25 @@ class Watcher:
         if isinstance(value, UninitializedTensorMixin):
             self._await_lazy(module)
         elif can_be_paged(value):
-            page_in_place(value, self._pager, f"{type(module).__name__}.{name}", PagedTensor)
+            label = f"{type(module).__name__}.{name}"
+            old: object = module._parameters.get(name)
+            if here and isinstance(old, PagedTensor):
+                self._waiting[old._node.page.number] = value, label
+                self._page_those_set_everywhere()
+            else:
+                page_in_place(value, self._pager, label, PagedTensor)
+
+    def _page_those_set_everywhere(self) -> None:
+        """[Note: loaders in any order] A loader that goes through a set of names sets parameters in another order on
+        every rank (transformers does with missing keys). So a parameter that replaces a paged one stays plain until
+        all ranks have set it.
+        """
+        mine = " ".join(map(str, self._waiting)).encode()
+        answers = self._pager.transport.meet("set a parameter anew", mine)
+        for number in sorted(set(self._waiting).intersection(*[map(int, a.split()) for a in answers])):
+            value, label = self._waiting.pop(number)
+            if can_be_paged(value):  # not in another place already
+                page_in_place(value, self._pager, label, PagedTensor)
 
     def module_registered(self, module: nn.Module, name: str, child: Any) -> None:
         if not isinstance(child, nn.Module):

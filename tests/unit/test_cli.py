@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import zeropage
@@ -53,3 +54,25 @@ def test_demo_is_the_example_of_the_repository() -> None:
 @pytest.mark.parametrize("wrong", [["--ranks", "0"], ["--steps", "1"], ["--transport", "pigeon"]])
 def test_demo_refuses_what_cannot_be(wrong: list[str]) -> None:
     assert runner.invoke(cli.app, ["demo", *wrong]).exit_code == 2
+
+
+def test_export_converts_a_checkpoint(tmp_path: Path) -> None:
+    engine = zeropage.Engine(torch.nn.Linear(3, 5))
+    engine.save(tmp_path / "checkpoint")
+    zeropage.export(engine.module, tmp_path / "live", 30, "bf16")
+    engine.close()
+    options = [str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--max-shard-size", "30", "--dtype", "bf16"]
+    assert runner.invoke(cli.app, ["export", *options]).exit_code == 0
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert len(files) == 2 + 1
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "live").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [(["--dtype", "fp16"], "no checkpoint"), (["--max-shard-size", "big"], "max_shard_size")]
+)
+def test_export_says_what_is_wrong(wrong: list[str], words: str, tmp_path: Path) -> None:
+    result = runner.invoke(cli.app, ["export", str(tmp_path), str(tmp_path / "out"), *wrong])
+    assert result.exit_code == 1
+    assert words in result.output
+    assert not (tmp_path / "out").exists()

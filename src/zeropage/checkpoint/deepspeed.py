@@ -20,9 +20,10 @@ import torch
 
 from zeropage.checkpoint.deepspeed_files import is_deepspeed, tag_of
 from zeropage.checkpoint.deepspeed_groups import Folder, Group, Piece, Spread, read_folder
-from zeropage.checkpoint.elastic import VERSION, one_verdict, pack
+from zeropage.checkpoint.elastic import VERSION, pack
 from zeropage.checkpoint.folder import Lock, stage
 from zeropage.checkpoint.saving import About, Part, Save
+from zeropage.checkpoint.verdict import one_verdict
 from zeropage.errors import CheckpointError
 from zeropage.loss_scale import DynamicLossScale
 from zeropage.optim import NARROW
@@ -98,7 +99,7 @@ def opened(engine: Engine, folder: Path, tag: str | None) -> Iterator[Path]:
         return
     beside: Path | None = None
     try:
-        with one_verdict(engine, "convert a DeepSpeed checkpoint"):
+        with one_verdict(transport, "convert a DeepSpeed checkpoint"):
             if transport.rank == 0:
                 beside = _temporary(folder)
                 convert_deepspeed(folder, beside / "converted", tag)

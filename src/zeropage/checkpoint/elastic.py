@@ -23,19 +23,20 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeropage.checkpoint.folder import Lock, Manifest, check_tag, find, stage
+from zeropage.checkpoint.named import first_names, tensors_of
 from zeropage.checkpoint.saving import About, Part, Save
+from zeropage.checkpoint.verdict import one_verdict, raise_together
 from zeropage.errors import CheckpointError
 from zeropage.optim import NARROW, ShardedOptimizer, record_of
 from zeropage.steps import over_slice
 from zeropage.tensor import PagedTensor
-from zeropage.transport import Transport
 
 if TYPE_CHECKING:
     from zeropage.engine import Engine
 
 __all__ = [
-    "VERSION", "LoadResult", "Stateful", "begin_save", "end_save", "load_checkpoint", "one_verdict", "pack",
-    "read_packed",
+    "VERSION", "LoadResult", "Stateful", "begin_save", "end_save", "load_checkpoint", "pack",
+    "read_extra", "read_packed",
 ]  # fmt: skip
 
 VERSION = 2
@@ -104,7 +105,7 @@ def begin_save(
         made = transport.meet(f"begin to save {tag}", b"" if staging is None else staging.name.encode())[0].decode()
         if made and not (folder / made).is_dir():
             problem = problem or f"{folder} is another folder there: all ranks must save to one file system"
-        _raise_together(transport, f"save to {folder}", problem)
+        raise_together(transport, f"save to {folder}", problem)
     except BaseException:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
@@ -124,9 +125,9 @@ def end_save(engine: Engine, saving: Save) -> None:
     transport = engine.pagers[0].transport
     saving.await_reported()
     try:
-        _raise_together(transport, f"write {saving.tag}", saving.problem)
+        raise_together(transport, f"write {saving.tag}", saving.problem)
         saving.join()
-        _raise_together(transport, f"publish {saving.tag}", saving.problem)
+        raise_together(transport, f"publish {saving.tag}", saving.problem)
     except BaseException:
         saving.abort()
         raise
@@ -140,15 +141,13 @@ def load_checkpoint(
     for pager in engine.pagers:
         pager.close_batch()
     transport = engine.pagers[0].transport
-    with one_verdict(engine, "check a checkpoint"):
+    with one_verdict(transport, "check a checkpoint"):
         path = find(folder, tag)
         manifest = Manifest.read(path)
         if manifest is not None:
             manifest.check(path, sorted(manifest.files)[transport.rank :: transport.world])
         metadata = FileSystemReader(path).read_metadata()
-        extra = read_packed(path, metadata, "extra")
-        if extra["version"] > VERSION:
-            raise CheckpointError(f"{path} has format {extra['version']}; this zeropage reads up to {VERSION}")
+        extra = read_extra(path, metadata)
         _check_model(engine, metadata, extra, path)
         if sharded is not None:
             _check_optimizer(engine, sharded, extra, path)
@@ -161,7 +160,7 @@ def load_checkpoint(
     model = {f"model.{name}": _room_like(value, name) for name, value in targets.items()}
     found = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
     masters = {} if sharded is None else _empty_masters(engine, metadata)
-    with one_verdict(engine, f"read {path.name}"):
+    with one_verdict(transport, f"read {path.name}"):
         with torch.no_grad():
             _together(load, engine, {**model, **{key: value for key, (value, _) in found.items()}, **masters}, path)
         if manifest is not None and Manifest.read(path) != manifest:
@@ -176,26 +175,6 @@ def load_checkpoint(
         if restored:
             _restore_rank(of_rank, data_loader)
     return LoadResult(path.name, extra["client_state"], int(extra["progress"]["global_step"]), world, restored)
-
-
-@contextmanager
-def one_verdict(engine: Engine, what: str) -> Iterator[None]:
-    """If the body raises on any rank, raise CheckpointError on all of them (collective)."""
-    problem = ""
-    try:
-        yield
-    except Exception as error:
-        problem = str(error) or type(error).__name__
-    _raise_together(engine.pagers[0].transport, what, problem)
-
-
-def _raise_together(transport: Transport, what: str, problem: str) -> None:
-    """Raise CheckpointError on all ranks if any has a problem (collective)."""
-    answers = transport.meet(what, problem.encode()[:4000])
-    told = [(rank, answer.decode(errors="replace")) for rank, answer in enumerate(answers) if answer]
-    if told:
-        rank, text = told[0]
-        raise CheckpointError(text if len(told) == len(answers) else f"rank {rank}: {text}")
 
 
 def _room_like(value: torch.Tensor, name: str) -> torch.Tensor:
@@ -238,8 +217,16 @@ def _put_in_place(
 
 def _model(engine: Engine) -> dict[str, torch.Tensor]:
     """All tensors of the module that have elements, by name."""
-    named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
-    return {n: v.detach() for n, v in named.items() if isinstance(v, torch.Tensor) and v.numel()}
+    return {name: value.detach() for name, value in tensors_of(engine.module).items() if value.numel()}
+
+
+def _about_names(engine: Engine) -> dict[str, Any]:
+    """What the format cannot say: which names are tied to an earlier one, and tensors without elements."""
+    named = tensors_of(engine.module)
+    return {
+        "tied": {name: first for name, first in first_names(named).items() if name != first},
+        "empty": {name: (value.dtype, tuple(value.shape)) for name, value in named.items() if not value.numel()},
+    }
 
 
 def _parameters(engine: Engine) -> dict[str, PagedTensor]:
@@ -268,6 +255,7 @@ def _parts(
         "state": _small_state(engine),
         "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
         "client_state": dict(client_state or {}),
+        **_about_names(engine),
     }
     rank = engine.pagers[0].transport.rank
     tensors = _tensors(engine, left_out) | {"extra": pack(extra)}
@@ -356,6 +344,14 @@ def _groups(engine: Engine) -> list[dict[str, Any]]:
 
 
 # -- what is loaded
+
+
+def read_extra(path: Path, metadata: Metadata) -> dict[str, Any]:
+    """Counters, groups, names and client state."""
+    extra = read_packed(path, metadata, "extra")
+    if extra["version"] > VERSION:
+        raise CheckpointError(f"{path} has format {extra['version']}; this zeropage reads up to {VERSION}")
+    return extra
 
 
 def read_packed(path: Path, metadata: Metadata, key: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zeropage.checkpoint.elastic import read_packed
+from zeropage.checkpoint.elastic import read_extra
 from zeropage.checkpoint.folder import METADATA, Manifest, find
 from zeropage.errors import CheckpointError
 from zeropage.layout import Layout
@@ -72,7 +72,7 @@ def inspect(checkpoint: Path, *, verify: bool = False, ranks: tuple[int, ...] = 
     if manifest is not None:
         manifest.check(path, None if verify else ())
     metadata = FileSystemReader(path).read_metadata()
-    extra = read_packed(path, metadata, "extra")
+    extra = read_extra(path, metadata)
     tensors = [
         Entry(key, tuple(described.size), str(described.properties.dtype).removeprefix("torch."), _nbytes(described))
         for key, described in metadata.state_dict_metadata.items()
