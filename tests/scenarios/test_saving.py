@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import random
 import resource
 import shutil
-import signal
 import threading
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 import zeropage as zp
-from tests.harness import Failure, RankDied, run
+from tests.harness import run
 from zeropage.checkpoint.folder import Lock, Manifest, find, tags
 from zeropage.cli import app
 from zeropage.errors import CheckpointError
@@ -153,44 +152,58 @@ def test_a_full_disk_is_an_error_on_all_ranks(transport: str, wait: bool, tmp_pa
 # -- killed
 
 
-def _saves_until_killed(folder: str, victims: list[int], delay: float, wait: bool) -> None:
+def _saves_until_killed(rank: int, meeting_place: str, folder: str, wait: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=2)
     engine = _engine("shared")
     if (Path(folder) / "latest").exists():
         engine.load(folder)
-    dist.barrier()
-    if dist.get_rank() in victims:
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    Path(f"{meeting_place}.{rank}").touch()
     while True:
         _train(engine)
         engine.save(folder, wait=wait, keep=2)
 
 
-def _kill(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    victims = [[0], [1], [0, 1]][seed % 3]
-    results = run(
-        2, _saves_until_killed, str(tmp_path), victims, chance.uniform(0.0, 0.3), bool(seed % 2), expect_errors=True
-    )
-    for rank, result in enumerate(results):
-        assert isinstance(result, RankDied if rank in victims else Failure), result
-    if not (tmp_path / "latest").exists():
+def _kill(tmp_path: Path, number: int) -> None:
+    """Two ranks save without end; one of them, the other, or both are killed at some moment."""
+    chance = random.Random(number)
+    folder, meeting_place = tmp_path / "saves", tmp_path / f"meet{number}"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint", __name__])
+    ranks = [
+        context.Process(target=_saves_until_killed, args=(rank, str(meeting_place), str(folder), bool(number % 2)))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    ends = time.monotonic() + 60
+    while not all(Path(f"{meeting_place}.{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < ends and all(rank.is_alive() for rank in ranks)
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0.0, 0.3))
+    for victim in [[0], [1], [0, 1]][number % 3]:
+        ranks[victim].kill()
+    for rank in ranks:
+        rank.join(30)
+        assert rank.exitcode not in (None, 0), "it was killed, or ends with an error"
+    if not (folder / "latest").exists():
         return
     engine = _engine("local")
-    step = engine.load(tmp_path).global_step
+    step = engine.load(folder).global_step
     _close(_weights(engine), _reference(step))
-    engine.save(tmp_path, keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "latest", f"step{step}"], "leftovers"
+    engine.save(folder, keep=1)
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "latest", f"step{step}"], "leftovers"
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    for seed in range(2):
-        _kill(tmp_path, seed)
+    for number in range(6):
+        _kill(tmp_path, number)
 
 
 @pytest.mark.slow
 def test_killed_at_thirty_moments(tmp_path: Path) -> None:
-    for seed in range(2, 32):
-        _kill(tmp_path, seed)
+    for number in range(6, 36):
+        _kill(tmp_path, number)
 
 
 # -- readers, other jobs, old ones
