@@ -88,6 +88,7 @@ class gather(Edits):
                 self._begin(page)
             for pager in self._pagers():
                 # the writer may write where others read: they must have read what came before the block
+                pager.before_writes()
                 pager.transport.meet(f"gather of {len(self._pages)} parameters, edited by rank {self._writer}")
         return self
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import zeropage as zp
 from tests.harness import run
+from tests.harness.allocations import allocations
 from zeropage.checkpoint.folder import Lock, Manifest, find, tags
 from zeropage.cli import app
 from zeropage.errors import CheckpointError
@@ -100,6 +101,11 @@ def _edits_while_saving(folder: str) -> None:
         for parameter in engine.module.parameters():
             parameter.zero_()
     engine.load(folder, "before")
+    engine.save(folder, tag="again", wait=False)
+    with zp.gather(engine.module, writer=1):
+        for parameter in engine.module.parameters():
+            parameter.data.fill_(3.0)
+    engine.load(folder, "again")
     assert all(torch.equal(one, other) for one, other in zip(_weights(engine), before, strict=True))
     engine.close()
 
@@ -544,3 +550,30 @@ def test_inspect_names_what_is_damaged(tmp_path: Path) -> None:
     assert broken.exit_code == 1 and "__1_0.distcp is damaged" in broken.output
     nothing = CliRunner().invoke(app, ["inspect", str(tmp_path / "nowhere")])
     assert nothing.exit_code == 1 and "holds no checkpoint" in nothing.output
+
+
+# -- memory
+
+
+def _peaks(transport: str, folder: str) -> tuple[int, int, int]:
+    """Bytes beside the state: at most while saving, while loading; and the largest part that this rank writes."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+    engine = zp.Engine(model, torch.optim.AdamW(model.parameters()), {"transport": transport, "timeout_s": 10})
+    engine.backward(engine(torch.ones(2, 512)).sum())
+    engine.step()
+    engine.save(folder, tag="warm")
+    engine.load(folder)
+    with allocations() as saving:
+        engine.save(folder, tag="measured")
+    with allocations() as loading:
+        engine.load(folder)
+    engine.close()
+    return saving.peak, loading.peak, 4 * 512 * 512 // dist.get_world_size()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_part_at_a_time_is_in_memory(transport: str, tmp_path: Path) -> None:
+    for saving, loading, part in run(2, _peaks, transport, str(tmp_path)):
+        assert saving <= part / 4, "values are written from where they lie"
+        # the profiler does not see that the moments of before, 16 parts, go before those that are read come
+        assert loading <= (16 + 2) * part + 100_000, "of 24 parts that are read"

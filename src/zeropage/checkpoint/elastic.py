@@ -157,15 +157,25 @@ def load_checkpoint(
         of_rank = read_packed(path, metadata, own) if restored else {}
     left_out = set(extra.get("left_out", ()))
     targets = {n: value for n, value in _model(engine).items() if n not in left_out}
-    model = {f"model.{name}": _room_like(value, name) for name, value in targets.items()}
-    found = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
+    # [Note: in place] Where every byte has been checked, values are read into the model itself: one part at a time is
+    # in memory besides. Without checksums (format 1) they are read into memory of their own first.
+    room = {} if manifest is not None else {name: _room_like(value, name) for name, value in targets.items()}
+    if sharded is not None and manifest is not None:
+        _let_go(sharded)
     masters = {} if sharded is None else _empty_masters(engine, metadata)
-    with one_verdict(transport, f"read {path.name}"):
-        with torch.no_grad():
-            _together(load, engine, {**model, **{key: value for key, (value, _) in found.items()}, **masters}, path)
-        if manifest is not None and Manifest.read(path) != manifest:
-            raise CheckpointError(f"{path} was replaced while it was read; load again")
-    _put_in_place(engine, path.name, targets, model, masters)
+    found = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
+    state = {key: value for key, (value, _) in found.items()} | masters
+    with _writing(engine, path.name, targets), one_verdict(transport, f"read {path.name}"), torch.no_grad():
+        if manifest is None:
+            _together(load, engine, {**_keys(room, metadata, exact=sharded is not None), **state}, path)
+        else:
+            _together(load, engine, {**_keys(targets, metadata, exact=sharded is not None), **state}, path)
+            if Manifest.read(path) != manifest:
+                raise CheckpointError(
+                    f"{path} was replaced while it was read: the model holds parts of both; load again"
+                )
+    if room:
+        _put_in_place(engine, path.name, targets, room)
     if sharded is not None:
         _restore_optimizer(engine, sharded, extra, found, masters)
     if not weights_only:
@@ -185,31 +195,45 @@ def _room_like(value: torch.Tensor, name: str) -> torch.Tensor:
     return torch.zeros_like(value)
 
 
-def _put_in_place(
-    engine: Engine,
-    tag: str,
-    named: dict[str, torch.Tensor],
-    model: dict[str, torch.Tensor],
-    masters: dict[str, torch.Tensor],
-) -> None:
-    """Copy what was read into the model, in one write batch."""
-    targets = {f"model.{name}": value for name, value in named.items()}
-    paged = {key: value._node.page for key, value in targets.items() if isinstance(value, PagedTensor)}
-    with torch.no_grad(), ExitStack() as batches:
+def _keys(named: dict[str, torch.Tensor], metadata: Metadata, *, exact: bool) -> dict[str, torch.Tensor]:
+    """By key of the checkpoint: what to read it into. `exact`: a wide parameter takes the master, to train on."""
+    found = {}
+    for name, value in named.items():
+        wide = isinstance(value, PagedTensor) and value.dtype not in NARROW
+        master = f"master.{name}"
+        found[master if exact and wide and master in metadata.state_dict_metadata else f"model.{name}"] = value
+    return found
+
+
+@contextmanager
+def _writing(engine: Engine, tag: str, named: dict[str, torch.Tensor]) -> Iterator[None]:
+    """A write batch over all pages of the model."""
+    pages = dict.fromkeys(value._node.page for value in named.values() if isinstance(value, PagedTensor))
+    with ExitStack() as batches:
         for pager in engine.pagers:
-            pages = [page for page in dict.fromkeys(paged.values()) if page.pager is pager]
-            batches.enter_context(pager.writing(pages, f"load {tag}"))
-        for key, value in targets.items():
-            read = model[key]
-            page = paged.get(key)
-            if page is not None and page.dtype not in NARROW:
-                read = masters.get(key.replace("model.", "master.", 1), read)  # more exact than the weight
-            if page is not None and isinstance(read, PagedTensor):
-                page.own().copy_(read._node.page.own())
-            else:
-                value.copy_(read)
+            own = [page for page in pages if page.pager is pager]
+            batches.enter_context(pager.writing(own, f"load {tag}"))
+        yield
     for parameter in engine.module.parameters():
         torch.autograd.graph.increment_version(parameter)
+
+
+def _put_in_place(engine: Engine, tag: str, named: dict[str, torch.Tensor], room: dict[str, torch.Tensor]) -> None:
+    """Copy what was read into the model."""
+    with torch.no_grad(), _writing(engine, tag, named):
+        for name, value in named.items():
+            read = room[name]
+            if isinstance(value, PagedTensor) and isinstance(read, PagedTensor):
+                value._node.page.own().copy_(read._node.page.own())
+            else:
+                value.copy_(read)
+
+
+def _let_go(sharded: ShardedOptimizer) -> None:
+    """Make room for the state that comes."""
+    for parameter in sharded.parameters():
+        sharded.optimizer.state.pop(parameter, None)
+    sharded.masters.clear()
 
 
 # -- what is saved
@@ -447,13 +471,11 @@ def _restore_optimizer(
     masters: dict[str, torch.Tensor],
 ) -> None:
     optimizer = sharded.optimizer
-    for parameter in sharded.parameters():
-        optimizer.state.pop(parameter, None)
+    _let_go(sharded)
     for value, (parameter, key) in restored.values():
         optimizer.state[parameter][key] = value
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
-    sharded.masters.clear()
     by_name = _parameters(engine)
     for name, parameter in by_name.items():
         master = masters.get(f"master.{name}")
