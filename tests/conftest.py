@@ -8,6 +8,17 @@ import torch
 from tests.harness import shutdown
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is tried on two ranks and on more is slow on more: two cores have to share them."""
+    for item in items:
+        if (
+            isinstance(item, pytest.Function)
+            and "callspec" in item.__dict__
+            and item.callspec.params.get("world", 0) > 2
+        ):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _workers() -> Iterator[None]:
     """Workers are started by the first test that calls `run`, and ended with the session."""
