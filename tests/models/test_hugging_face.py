@@ -30,6 +30,7 @@ def test_three_steps_are_bit_equal(name: str) -> None:
     assert_same_training(kind.build, kind.batches, steps=STEPS, loss=HFLoss())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [_each(name) for name in ZOO])
 def test_three_steps_over_messages(name: str) -> None:
     kind = ZOO[name]

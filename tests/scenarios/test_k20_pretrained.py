@@ -214,7 +214,8 @@ def _peak(transport: str, folder: Path) -> tuple[int, int, int]:
     return used.peak - mapped, shards, sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("transport", ["shared", pytest.param("collective", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared", "collective"])
 def test_memory(transport: str, tmp_path: Path) -> None:
     plain_copy(_big).save_pretrained(tmp_path)
     for peak, shards, total in run(2, _peak, transport, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,6 +59,7 @@ def _sweep() -> tuple[Result, list[Result]]:
     return _train("shared", {}), [_train("collective", settings) for settings in _settings()]
 
 
+@pytest.mark.slow
 def test_all_settings_give_the_same_bits() -> None:
     for (numbers, weights), found in run(2, _sweep):
         for settings, (other_numbers, other_weights) in zip(_settings(), found, strict=True):

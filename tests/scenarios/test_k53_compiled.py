@@ -64,7 +64,7 @@ def _scenario(transport: str, backend: str, whole: bool) -> tuple[int, int]:
     ("backend", "transport"),
     [
         ("eager", "shared"),
-        ("eager", "collective"),
+        pytest.param("eager", "collective", marks=pytest.mark.slow),
         pytest.param("aot_eager", "shared", marks=pytest.mark.slow),
         pytest.param("aot_eager", "collective", marks=pytest.mark.slow),
     ],

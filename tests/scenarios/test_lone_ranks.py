@@ -180,8 +180,10 @@ def _killed(transport: str, when: str) -> None:
     _train(engine, 2)
 
 
-@pytest.mark.parametrize("when", ["killed", "raises", pytest.param("hangs", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "when", ["killed", pytest.param("raises", marks=pytest.mark.slow), pytest.param("hangs", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_lost_rank_is_named(transport: str, world: int, when: str) -> None:
     before = set(os.listdir("/dev/shm"))

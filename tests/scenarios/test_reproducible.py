@@ -51,7 +51,7 @@ def _train(transport: str, seed: int, *, reentrant: bool, deterministic: bool) -
     return found
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("transport", ["shared", "collective"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_same_bits_in_every_run(transport: str, world: int, reentrant: bool) -> None:

@@ -202,6 +202,7 @@ def test_an_exception_lost_in_a_thread_fails_the_case():
         run(1, lose_an_exception_in_a_thread)
 
 
+@pytest.mark.slow
 def test_a_worker_with_a_thread_left_is_replaced():
     (before,) = run(1, process_id)
     run(1, leave_a_thread)
@@ -218,6 +219,7 @@ def test_a_case_may_start_its_own_process_group():
     assert run(3, start_own_group, process_group=False) == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_a_group_that_failed_to_start_spoils_no_later_case():
     assert run(2, fail_to_start_own_group, process_group=False, expect_errors=True)[0].is_a("RuntimeError")
     assert run(2, fail_on, 5) == ["fine", "fine"]
