@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +54,16 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"zeropage {zeropage.__version__}")
         raise typer.Exit
+
+
+@contextmanager
+def _errors_as_text() -> Iterator[None]:
+    """An error of the library ends the command with its message instead of a traceback."""
+    try:
+        yield
+    except ZeropageError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
 
 
 @app.callback()
@@ -100,11 +112,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what is inside a checkpoint and what it needs on 1, 2, 4 and 8 ranks."""
-    try:
+    with _errors_as_text():
         found = look_into(checkpoint, verify=verify)
-    except ZeropageError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2, default=str))
     else:
@@ -118,11 +127,8 @@ def import_deepspeed(
     tag: Annotated[str | None, typer.Option(help="Which one; the latest if absent.")] = None,
 ) -> None:
     """Convert a DeepSpeed ZeRO checkpoint: weights, fp32 masters, optimizer, counters, loss scale."""
-    try:
+    with _errors_as_text():
         found = convert_deepspeed(ckpt, out, tag)
-    except ZeropageError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
     typer.echo(
         f"{out / found.tag}: step {found.global_step}, {found.num_parameters} trained parameters "
         f"(ZeRO stage {found.stage}, {found.world} ranks)"
@@ -139,11 +145,8 @@ def export(
     ] = None,
 ) -> None:
     """Write the model of a checkpoint as Hugging Face safetensors, in this process alone, part by part."""
-    try:
+    with _errors_as_text():
         zeropage.export(checkpoint, out, max_shard_size, None if dtype is None else dtype.value)
-    except ZeropageError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
 
 
 def demo_program() -> Path:

@@ -2,7 +2,8 @@
 
 Plain arithmetic, equal on every rank as long as every rank is told the same: whoever calls `update` has
 agreed on the verdict with all ranks before. The rule is the one of DeepSpeed's `DynamicLossScaler`
-(deepspeed/runtime/fp16/loss_scaler.py), with the hysteresis restored by a full clean window.
+(deepspeed/runtime/fp16/loss_scaler.py), with the hysteresis restored by a full clean window. There the first window
+after an overflow is one update longer than the others; here all are equal.
 """
 
 from __future__ import annotations

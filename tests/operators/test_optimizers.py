@@ -22,7 +22,7 @@ import zeropage as zp
 from tests.harness import run
 
 TRANSPORTS = ("shared", "collective")
-WORLDS = (2, pytest.param(3, marks=pytest.mark.slow))
+WORLDS = (2, 3)
 STEPS = 4
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 

@@ -17,7 +17,7 @@ import zeropage as zp
 
 __all__ = ["EVERYWHERE", "averaged_backward", "everywhere", "plain_copy", "same", "same_parameters"]
 
-EVERYWHERE = [("shared", 2), ("collective", 2), ("shared", 3), pytest.param("collective", 3, marks=pytest.mark.slow)]
+EVERYWHERE = [("shared", 2), ("collective", 2), ("shared", 3), ("collective", 3)]
 everywhere = pytest.mark.parametrize(("transport", "world"), EVERYWHERE)
 
 TOLERANCE = 1e-6  # relative to the greatest value, where bits may differ

@@ -46,7 +46,7 @@ def _building(transport: str) -> dict[str, tuple[int, int]]:
     return peaks
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("transport", ["shared", "collective"])
 def test_construction_takes_one_parameter_beyond_the_shards(transport: str, world: int) -> None:
     for peaks in run(world, _building, transport):
@@ -96,7 +96,7 @@ def _under_budget(budget: int) -> tuple[int, int, int, int, int]:
     return peak, trained, evaluated, stumbled, used.peak
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("pages", [0, 1, 3])
 def test_resident_bytes_stay_under_the_budget(pages: int, world: int) -> None:
     budget = pages * PARAMETER

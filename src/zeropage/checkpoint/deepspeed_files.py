@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from zeropage.checkpoint.folder import LATEST, METADATA
 from zeropage.errors import CheckpointError
 
 __all__ = ["Inert", "RankFile", "check_count", "is_deepspeed", "load_file", "model_files", "optim_files", "tag_of"]
 
-_LATEST = "latest"
 _OPTIM = re.compile(r"(?P<prefix>bf16_|fp16_|)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 # Some versions of Python pickle a member of an enum as this call; here it makes an `Inert` like any class.
 _LOOKUPS = ("builtins.getattr", "__builtin__.getattr")
@@ -68,11 +68,11 @@ def tag_of(source: Path, tag: str | None) -> str:
     """The tag asked for, or the one that `latest` names."""
     if tag is not None:
         found, remedy = tag, "name another tag"
-    elif (source / _LATEST).is_file():
-        found = (source / _LATEST).read_text().strip()
-        remedy = f"the file {source / _LATEST} names it; name another tag"
+    elif (source / LATEST).is_file():
+        found = (source / LATEST).read_text().strip()
+        remedy = f"the file {source / LATEST} names it; name another tag"
     else:
-        raise CheckpointError(f"{source} holds no checkpoint: there is no file {_LATEST!r}; name a tag")
+        raise CheckpointError(f"{source} holds no checkpoint: there is no file {LATEST!r}; name a tag")
     if not found or not (source / found).is_dir():
         there = sorted(path.name for path in source.glob("*/")) if source.is_dir() else []
         raise CheckpointError(
@@ -87,7 +87,7 @@ def is_deepspeed(source: Path, tag: str | None) -> bool:
         path = source / tag_of(source, tag)
     except CheckpointError:
         return False
-    written_by_torch = (path / ".metadata").exists()
+    written_by_torch = (path / METADATA).exists()
     return not written_by_torch and any(any(path.glob(f"*_{kind}_states.pt")) for kind in ("model", "optim"))
 
 

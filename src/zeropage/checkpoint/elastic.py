@@ -159,23 +159,19 @@ def load_checkpoint(
     targets = {n: value for n, value in _model(engine).items() if n not in left_out}
     # [Note: in place] Where every byte has been checked, values are read into the model itself: one part at a time is
     # in memory besides. Without checksums (format 1) they are read into memory of their own first.
-    room = {} if manifest is not None else {name: _room_like(value, name) for name, value in targets.items()}
-    if sharded is not None and manifest is not None:
+    checked = manifest is not None
+    into = targets if checked else {name: _room_like(value, name) for name, value in targets.items()}
+    if sharded is not None and checked:
         _let_go(sharded)
     masters = {} if sharded is None else _empty_masters(engine, metadata)
     found = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
     state = {key: value for key, (value, _) in found.items()} | masters
     with _writing(engine, path.name, targets), one_verdict(transport, f"read {path.name}"), torch.no_grad():
-        if manifest is None:
-            _together(load, engine, {**_keys(room, metadata, exact=sharded is not None), **state}, path)
-        else:
-            _together(load, engine, {**_keys(targets, metadata, exact=sharded is not None), **state}, path)
-            if Manifest.read(path) != manifest:
-                raise CheckpointError(
-                    f"{path} was replaced while it was read: the model holds parts of both; load again"
-                )
-    if room:
-        _put_in_place(engine, path.name, targets, room)
+        _together(load, engine, {**_keys(into, metadata, exact=sharded is not None), **state}, path)
+        if Manifest.read(path) != manifest:
+            raise CheckpointError(f"{path} was replaced while it was read: the model holds parts of both; load again")
+    if not checked:
+        _put_in_place(engine, path.name, targets, into)
     if sharded is not None:
         _restore_optimizer(engine, sharded, extra, found, masters)
     if not weights_only:
@@ -218,15 +214,15 @@ def _writing(engine: Engine, tag: str, named: dict[str, torch.Tensor]) -> Iterat
         torch.autograd.graph.increment_version(parameter)
 
 
-def _put_in_place(engine: Engine, tag: str, named: dict[str, torch.Tensor], room: dict[str, torch.Tensor]) -> None:
+def _put_in_place(engine: Engine, tag: str, named: dict[str, torch.Tensor], read: dict[str, torch.Tensor]) -> None:
     """Copy what was read into the model."""
     with torch.no_grad(), _writing(engine, tag, named):
         for name, value in named.items():
-            read = room[name]
-            if isinstance(value, PagedTensor) and isinstance(read, PagedTensor):
-                value._node.page.own().copy_(read._node.page.own())
+            found = read[name]
+            if isinstance(value, PagedTensor) and isinstance(found, PagedTensor):
+                value._node.page.own().copy_(found._node.page.own())
             else:
-                value.copy_(read)
+                value.copy_(found)
 
 
 def _let_go(sharded: ShardedOptimizer) -> None:

@@ -26,7 +26,10 @@ from typing import IO
 
 from zeropage.errors import CheckpointError
 
-__all__ = ["LATEST", "METADATA", "FileSum", "Lock", "Manifest", "check_tag", "find", "publish", "stage", "tags"]
+__all__ = [
+    "LATEST", "METADATA", "FileSum", "Lock", "Manifest", "check_tag", "find", "locate", "publish", "stage", "sync",
+    "tags", "write_durably",
+]  # fmt: skip
 
 LATEST = "latest"
 METADATA = ".metadata"
@@ -147,18 +150,18 @@ def publish(staging: Path, manifest: Manifest, keep: int | None) -> None:
     """Give the checkpoint in `staging` its name, point `latest` at it, then remove all but the newest `keep`."""
     folder, tag = staging.parent, manifest.tag
     manifest.write(staging)
-    _sync(staging)
+    sync(staging)
     target = folder / tag
     if target.exists():
         _exchange(staging, target)
         _remove(staging)
     else:
         staging.rename(target)
-    _sync(folder)
+    sync(folder)
     pointer = folder / f".{LATEST}.new"
     write_durably(pointer, tag.encode())
     pointer.rename(folder / LATEST)
-    _sync(folder)
+    sync(folder)
     if keep is not None:
         for old in tags(folder)[:-keep]:
             if old != tag:
@@ -187,6 +190,11 @@ def find(folder: Path, tag: str | None) -> Path:
     if not (path / METADATA).exists():
         raise CheckpointError(f"{path} is not a checkpoint: it has no {METADATA} file{_others(folder)}")
     return path
+
+
+def locate(path: Path) -> Path:
+    """`path` itself if it is a checkpoint, else the latest one in it. Raises as `find` does."""
+    return path if (path / METADATA).exists() else find(path, None)
 
 
 def _others(folder: Path) -> str:
@@ -223,7 +231,8 @@ def _exchange(one: Path, other: Path) -> None:
         aside.rename(one)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Bring the names in `folder` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zeropage.checkpoint.elastic import read_extra
-from zeropage.checkpoint.folder import METADATA, Manifest, find
+from zeropage.checkpoint.folder import Manifest, locate
 from zeropage.errors import CheckpointError
 from zeropage.layout import Layout
 
@@ -65,7 +65,7 @@ def inspect(checkpoint: Path, *, verify: bool = False, ranks: tuple[int, ...] = 
     Raises:
         CheckpointError: it is none, or damaged (the file is named). Without `verify` only sizes are looked at.
     """
-    path = checkpoint if (checkpoint / METADATA).exists() else find(checkpoint, None)
+    path = locate(checkpoint)
     manifest = Manifest.read(path)
     if manifest is None and verify:
         raise CheckpointError(f"{path} has format 1, which has no checksums; load it and save it again to have some")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeropage.checkpoint.folder import sync, write_durably
 from zeropage.errors import CheckpointError
 from zeropage.weights.parts import Part, write_part
 from zeropage.weights.plan import Plan
@@ -38,10 +39,7 @@ class Draft:
                 os.posix_fallocate(file.fileno(), 0, plan.nbytes)
                 file.write(plan.head)
         if self.plan.index is not None:
-            with (self.place / INDEX).open("xb") as file:
-                file.write(self.plan.index)
-                file.flush()
-                os.fsync(file.fileno())
+            write_durably(self.place / INDEX, self.plan.index)
 
     def check_in_sight(self) -> None:
         """Every rank must write into the same files.
@@ -75,7 +73,7 @@ class Draft:
         """
         if not self.folder.exists():
             self.place.rename(self.folder)
-            _sync(self.folder.parent)
+            sync(self.folder.parent)
             return
         names = [plan.name for plan in self.plan.files]
         if self.plan.index is not None:
@@ -87,17 +85,8 @@ class Draft:
                 path.unlink()
         if self.plan.index is not None:
             os.replace(self.place / INDEX, self.folder / INDEX)
-        _sync(self.folder)
+        sync(self.folder)
 
     def discard(self) -> None:
         """Remove what was not published."""
         shutil.rmtree(self.place, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Bring renames to the disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

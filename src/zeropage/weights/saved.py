@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from zeropage.checkpoint.elastic import read_extra
-from zeropage.checkpoint.folder import METADATA, find
+from zeropage.checkpoint.folder import locate
 from zeropage.errors import CheckpointError
 from zeropage.layout import Box
 from zeropage.weights.parts import Part
@@ -38,7 +38,7 @@ class SavedModel:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder if (folder / METADATA).exists() else find(folder, None)
+        path = locate(folder)
         self._reader = FileSystemReader(path)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
