@@ -477,7 +477,7 @@ def test_frozen_weights_are_saved_or_left_out(tmp_path: Path) -> None:
         for tag in ("adapter", "whole")
     }
     frozen = 4 * (WIDTH * WIDTH + WIDTH)
-    assert sizes["whole"] - sizes["adapter"] == pytest.approx(frozen, rel=0.15)
+    assert sizes["whole"] - sizes["adapter"] == pytest.approx(frozen, rel=0.2)
 
 
 # -- other readers, other formats

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from zeropage.errors import CheckpointError
 from zeropage.layout import Box
 from zeropage.weights.header import DTYPES, encode, read_header
-from zeropage.weights.parts import runs, split
+from zeropage.checkpoint.parts import runs, split
 from zeropage.weights.plan import plan_files, size_of
 from zeropage.weights.source import find_source
 

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeropage.checkpoint.contents import VERSION, pack
 from zeropage.checkpoint.deepspeed_files import is_deepspeed, tag_of
 from zeropage.checkpoint.deepspeed_groups import Folder, Group, Piece, Spread, read_folder
-from zeropage.checkpoint.elastic import VERSION, pack
 from zeropage.checkpoint.folder import Lock, stage
-from zeropage.checkpoint.saving import About, Part, Save
+from zeropage.checkpoint.parts import whole_part
+from zeropage.checkpoint.saving import About, Save
 from zeropage.checkpoint.verdict import one_verdict
 from zeropage.errors import CheckpointError
 from zeropage.loss_scale import DynamicLossScale
@@ -119,14 +120,11 @@ def _temporary(folder: Path) -> Path:
 
 def _write(state: dict[str, torch.Tensor], extra: dict[str, Any], folder: Path, tag: str) -> None:
     """As `Engine.save`, by one process alone."""
-    parts = [
-        Part(key, tuple(value.shape), (0,) * value.dim(), value)
-        for key, value in {**state, "extra": pack(extra)}.items()
-    ]
+    entries = [(key, whole_part(value)) for key, value in {**state, "extra": pack(extra)}.items()]
     folder.mkdir(parents=True, exist_ok=True)
     lock = Lock(folder)
     about = About(tag, extra["progress"]["global_step"], 1, None, {"torch": str(torch.__version__)})
-    saving = Save(0, stage(folder, tag), parts, about, lock, timeout_s=0.0)
+    saving = Save(0, stage(folder, tag), entries, about, lock, timeout_s=0.0)
     saving.join()
     if saving.problem:
         raise CheckpointError(saving.problem)

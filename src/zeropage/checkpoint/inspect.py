@@ -12,7 +12,7 @@ from rich.table import Table
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zeropage.checkpoint.elastic import read_extra
+from zeropage.checkpoint.contents import read_extra
 from zeropage.checkpoint.folder import Manifest, locate
 from zeropage.errors import CheckpointError
 from zeropage.layout import Layout

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pickle
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,23 +29,21 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zeropage.checkpoint.blob import write_blob
-from zeropage.checkpoint.folder import METADATA, FileSum, Lock, Manifest, publish, write_durably
+from zeropage.checkpoint.contents import Stateful, entries_of
+from zeropage.checkpoint.direct import DirectFile
+from zeropage.checkpoint.folder import METADATA, FileSum, Lock, Manifest, check_tag, publish, stage, write_durably
+from zeropage.checkpoint.parts import Part
+from zeropage.checkpoint.verdict import raise_together
 from zeropage.errors import CheckpointError
 
-__all__ = ["About", "Part", "Save"]
+if TYPE_CHECKING:
+    from zeropage.engine import Engine
 
-_POLL_SECONDS = 0.005
+__all__ = ["About", "Save", "begin_save", "end_save"]
+
+_POLL_SECONDS = 0.002
+_SPEAK_SECONDS = 5.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of a tensor that this rank writes."""
-
-    key: str
-    size: tuple[int, ...]  # of the whole tensor
-    offset: tuple[int, ...]
-    values: torch.Tensor  # of the box
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,44 +61,88 @@ class _Aborted(Exception):
     """Another rank has failed: what this one writes is of no use."""
 
 
-class _File:
-    """A file that knows the checksum of what was written to it."""
+def begin_save(
+    engine: Engine,
+    folder: Path,
+    tag: str | None,
+    client_state: Mapping[str, Any] | None,
+    *,
+    keep: int | None,
+    trainable_only: bool,
+    data_loader: Stateful | None,
+) -> Save:
+    """Begin to write what `Engine.save` says. The values are read while they lie where they are."""
+    tag = tag if tag is not None else f"step{engine.global_step}"
+    for pager in engine.pagers:
+        pager.close_batch()
+        pager.transport.meet(f"save {tag}")
+    transport = engine.pagers[0].transport
+    staging: Path | None = None
+    lock: Lock | None = None
+    entries: list[tuple[str, Part]] = []
+    problem = ""
+    try:
+        try:
+            check_tag(tag)
+            if keep is not None and keep < 1:
+                raise CheckpointError(f"keep={keep} would leave no checkpoint; keep 1 or more")
+            entries = entries_of(engine, client_state, trainable_only=trainable_only, data_loader=data_loader)
+            if transport.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = Lock(folder)
+                staging = stage(folder, tag)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        made = transport.meet(f"begin to save {tag}", b"" if staging is None else staging.name.encode())[0].decode()
+        if made and not (folder / made).is_dir():
+            problem = problem or f"{folder} is another folder there: all ranks must save to one file system"
+        raise_together(transport, f"save to {folder}", problem)
+    except BaseException:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            lock.release()
+        raise
+    about = About(tag, engine.global_step, transport.world, keep, {"torch": str(torch.__version__)})
+    return Save(transport.rank, folder / made, entries, about, lock, engine.pagers[0].config.timeout_s)
 
-    def __init__(self, path: Path, ends: threading.Event) -> None:
-        self._file = path.open("wb", buffering=0)
-        self._ends = ends
-        self.nbytes = self.crc32 = 0
 
-    def write(self, data: Any, /) -> int:
-        if self._ends.is_set():
-            raise _Aborted
-        view = memoryview(data).cast("B")
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.nbytes += len(view)
-        rest = view
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        return len(view)
+def end_save(engine: Engine, saving: Save) -> None:
+    """Wait until the checkpoint is published (all ranks together).
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def sync(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+    Raises:
+        CheckpointError: a rank could not write its part. What was there before is as it was.
+    """
+    transport = engine.pagers[0].transport
+    saving.await_reported()
+    try:
+        raise_together(transport, f"write {saving.tag}", saving.problem)
+        saving.join()
+        raise_together(transport, f"publish {saving.tag}", saving.problem)
+    except BaseException:
+        saving.abort()
+        raise
 
 
 class Save:
-    """Writes `parts` into `staging`; on the first rank, which holds the `lock`, publishes the whole."""
+    """Writes `entries` (key and values) into `staging`; the first rank, which holds the `lock`, publishes the whole."""
 
     def __init__(
-        self, rank: int, staging: Path, parts: Sequence[Part], about: About, lock: Lock | None, timeout_s: float
+        self,
+        rank: int,
+        staging: Path,
+        entries: Sequence[tuple[str, Part]],
+        about: About,
+        lock: Lock | None,
+        timeout_s: float,
     ) -> None:
-        self._rank, self._staging, self._parts, self._about = rank, staging, list(parts), about
+        self._rank, self._staging, self._entries, self._about = rank, staging, list(entries), about
         self._lock, self._timeout_s = lock, timeout_s
+        self._nbytes = sum(part.values.numel() * part.values.element_size() for _, part in entries)
+        self._path = staging / f"__{rank}_0.distcp"
+        self._file = DirectFile(self._path, self._look)
         self._began = time.monotonic()
+        self._speaks = self._began + _SPEAK_SECONDS
         self._ends = threading.Event()
         self._written, self._reported = threading.Event(), threading.Event()
         self.problem = ""
@@ -114,6 +155,7 @@ class Save:
 
     def await_written(self) -> None:
         """Wait until this rank's values have been read; they may change from then on."""
+        self._file.hasten()
         self._written.wait()
 
     def await_reported(self) -> None:
@@ -144,35 +186,42 @@ class Save:
             self.problem = f"saving {self.tag} failed: {error}"
             _log.error("rank %d: %s", self._rank, self.problem)
         finally:
-            self._parts.clear()
+            self._entries.clear()
             self._written.set()
             self._reported.set()
+            self._file.close()
             if self._lock is not None:
                 shutil.rmtree(self._staging, ignore_errors=True)  # where it was published it has another name
                 self._lock.release()
 
+    def _look(self) -> None:
+        """Called before each write: stop if that is of no use, and say how far this is."""
+        if self._ends.is_set():
+            raise _Aborted
+        if time.monotonic() > self._speaks:
+            self._speaks += _SPEAK_SECONDS
+            done = self._file.nbytes / self._nbytes
+            _log.info("saving %s: rank %d has written %.0f %% of its part", self.tag, self._rank, 100 * done)
+
     def _write(self) -> dict[str, Any]:
-        name = f"__{self._rank}_0.distcp"
-        file = _File(self._staging / name, self._ends)
+        name = self._path.name
         try:
-            entries = []
-            for part in self._parts:
-                start = file.nbytes
-                write_blob(file, part.values)
+            written = []
+            start = 0
+            for key, part in self._entries:
+                length = write_blob(self._file, part.values)
                 dtype = str(part.values.dtype).removeprefix("torch.")
-                shape = list(part.values.shape)
-                entries.append([part.key, part.size, part.offset, shape, dtype, start, file.nbytes - start])
-            self._parts.clear()
+                written.append([key, part.shape, part.box.offset, part.box.size, dtype, start, length])
+                start += length
+            self._entries.clear()
             self._written.set()
-            file.sync()
+            self._file.finish()
         except OSError as error:
             raise CheckpointError(
-                f"{self._staging / name}, after {file.nbytes:,} bytes: {error.strerror or error}. Earlier "
+                f"{self._path}, after {self._file.nbytes:,} bytes: {error.strerror or error}. Earlier "
                 "checkpoints are as they were; make room and save again."
             ) from error
-        finally:
-            file.close()
-        report = {"file": name, "nbytes": file.nbytes, "crc32": file.crc32, "entries": entries}
+        report = {"file": name, "nbytes": self._file.nbytes, "crc32": self._file.crc32, "entries": written}
         if self._rank != 0:
             temporary = self._staging / f".writing-{self._rank}"
             write_durably(temporary, json.dumps(report).encode())

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeropage.checkpoint.folder import sync, write_durably
+from zeropage.checkpoint.parts import Part, write_part
 from zeropage.errors import CheckpointError
-from zeropage.weights.parts import Part, write_part
 from zeropage.weights.plan import Plan
 from zeropage.weights.source import INDEX, SINGLE
 
@@ -61,7 +61,7 @@ class Draft:
                 for name, entry in plan.entries.items():
                     for part in parts_of(name):
                         try:
-                            write_part(file.fileno(), entry, part)
+                            write_part(file.fileno(), entry.dtype, entry.start, part)
                         except CheckpointError as error:
                             raise CheckpointError(f"{name!r} cannot be exported: {error}") from error
                 os.fsync(file.fileno())

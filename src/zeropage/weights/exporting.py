@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zeropage.checkpoint.named import first_names, tensors_of, whole_page
+from zeropage.checkpoint.parts import Part, own_parts, whole_part
 from zeropage.checkpoint.verdict import one_verdict
 from zeropage.construct import pagers_of
 from zeropage.errors import CheckpointError
@@ -26,7 +27,6 @@ from zeropage.transport.base import Transport
 from zeropage.transport.local import LocalTransport
 from zeropage.weights.draft import Draft
 from zeropage.weights.loading import transport_of
-from zeropage.weights.parts import Part, own_parts, whole_part
 from zeropage.weights.plan import Described, Plan, dtype_of, plan_files, size_of
 from zeropage.weights.saved import SavedModel
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zeropage.checkpoint.named import identity_of, tensors_of, whole_page
+from zeropage.checkpoint.parts import own_parts, read_part, whole_part
 from zeropage.checkpoint.verdict import one_verdict
 from zeropage.construct import pagers_of
 from zeropage.errors import CheckpointError
@@ -24,7 +25,6 @@ from zeropage.tensor import PagedTensor
 from zeropage.transport.base import Transport
 from zeropage.transport.local import LocalTransport
 from zeropage.weights.blank import find_blanks, initialise, materialise
-from zeropage.weights.parts import own_parts, read_part, whole_part
 from zeropage.weights.source import Source, find_source
 
 __all__ = ["LoadedWeights", "load_safetensors", "transport_of"]
@@ -176,6 +176,7 @@ def _fill(targets: dict[str, torch.Tensor], source: Source, ready: list[str]) ->
         with path.open("rb") as file:
             for key in ready:
                 if source.places[key][0] == path:
+                    entry = source.places[key][1]
                     page: Page | None = whole_page(targets[key])
                     for part in [whole_part(targets[key].detach())] if page is None else own_parts(page):
-                        read_part(file.fileno(), source.places[key][1], part)
+                        read_part(file.fileno(), entry.dtype, entry.start, part)

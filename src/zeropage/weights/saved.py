@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from zeropage.checkpoint.elastic import read_extra
+from zeropage.checkpoint.contents import read_extra
 from zeropage.checkpoint.folder import locate
+from zeropage.checkpoint.parts import Part
+from zeropage.checkpoint.reading import SliceReader
 from zeropage.errors import CheckpointError
 from zeropage.layout import Box
-from zeropage.weights.parts import Part
 from zeropage.weights.plan import Described
 
 __all__ = ["SavedModel"]
@@ -39,7 +39,7 @@ class SavedModel:
 
     def __init__(self, folder: Path) -> None:
         path = locate(folder)
-        self._reader = FileSystemReader(path)
+        self._reader = SliceReader(path)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         extra = read_extra(path, self._metadata)

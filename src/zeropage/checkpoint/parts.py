@@ -18,7 +18,6 @@ import torch
 from zeropage.errors import CheckpointError
 from zeropage.layout import Box
 from zeropage.page import Page
-from zeropage.weights.header import Entry
 
 __all__ = ["PIECE", "Part", "own_parts", "read_part", "runs", "split", "whole_part", "write_part"]
 
@@ -84,43 +83,43 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
         yield start + sum(i * stride for i, stride in zip(index, strides[:lead], strict=True)), length
 
 
-def read_part(file: int, entry: Entry, part: Part) -> None:
-    """Fill `part.values` from a file descriptor, converted to their dtype.
+def read_part(file: int, dtype: torch.dtype, start: int, part: Part) -> None:
+    """Fill `part.values`, converted to their dtype, from a file that holds the tensor from byte `start` on.
 
     Raises:
         CheckpointError: the file ends too early.
         OSError: it cannot be read.
     """
-    size = entry.dtype.itemsize
+    size = dtype.itemsize
     for piece in part.pieces(max(size, part.values.element_size())):
         values = piece.values
-        here = values.dtype is entry.dtype and values.device.type == "cpu" and values.is_contiguous()
-        buffer = values if here else torch.empty(piece.box.size, dtype=entry.dtype)
+        here = values.dtype is dtype and values.device.type == "cpu" and values.is_contiguous()
+        buffer = values if here else torch.empty(piece.box.size, dtype=dtype)
         room, place = _bytes_of(buffer), 0
         for first, numel in runs(piece.shape, piece.box):
-            _read(file, room[place : place + numel * size], entry.start + first * size)
+            _read(file, room[place : place + numel * size], start + first * size)
             place += numel * size
         if not here:
             values.copy_(buffer)
 
 
-def write_part(file: int, entry: Entry, part: Part) -> None:
-    """Write `part.values` at their places, converted to the entry's dtype.
+def write_part(file: int, dtype: torch.dtype, start: int, part: Part) -> None:
+    """Write `part.values`, converted to `dtype`, at their places in a file that holds the tensor from `start` on.
 
     Raises:
-        CheckpointError: a finite value is beyond that dtype.
+        CheckpointError: a finite value is beyond `dtype`.
         OSError: it cannot be written.
     """
-    size = entry.dtype.itemsize
+    size = dtype.itemsize
     for piece in part.pieces(max(size, part.values.element_size())):
         values = piece.values.detach().resolve_conj().resolve_neg()
-        buffer = values.to("cpu", entry.dtype).contiguous()
+        buffer = values.to("cpu", dtype).contiguous()
         narrowed = buffer.dtype is torch.float16 and values.dtype is not torch.float16
         if narrowed and not torch.equal(buffer.isinf(), values.cpu().isinf()):
             raise CheckpointError(f"values up to {float(values.abs().max()):g} are beyond float16; use bf16")
         data, place = _bytes_of(buffer), 0
         for first, numel in runs(piece.shape, piece.box):
-            _write(file, data[place : place + numel * size], entry.start + first * size)
+            _write(file, data[place : place + numel * size], start + first * size)
             place += numel * size
 
 
