@@ -10,7 +10,7 @@ STEPS     ?= 40
 TRANSPORT ?= auto
 OUT       ?= demo
 
-.PHONY: help venv demo test test-slow lint check format docs bench-touch clean
+.PHONY: help venv demo test test-slow lint check format docs bench-touch bench-checkpoint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,9 @@ docs: $(STAMP) ## build the documentation into site/
 
 bench-touch: $(STAMP) ## what touching a paged parameter costs
 	$(BIN)/python benchmarks/touch.py
+
+bench-checkpoint: $(STAMP) ## how fast checkpoints are written and read
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean: ## remove everything that was made
 	rm -rf $(VENV) build dist site demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

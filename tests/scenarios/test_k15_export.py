@@ -17,7 +17,7 @@ from tests.harness import run
 from tests.harness.allocations import allocations
 from tests.harness.models import LM
 from tests.scenarios.beside import everywhere, plain_copy
-from zeropage.weights import parts
+from zeropage.checkpoint import parts
 
 PIECES = 1500  # bytes: several files
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeropage.checkpoint.parts import runs, split
 from zeropage.errors import CheckpointError
 from zeropage.layout import Box
 from zeropage.weights.header import DTYPES, encode, read_header
-from zeropage.checkpoint.parts import runs, split
 from zeropage.weights.plan import plan_files, size_of
 from zeropage.weights.source import find_source
 

@@ -71,6 +71,7 @@ def load_checkpoint(
             manifest.check(path, sorted(manifest.files)[transport.rank :: transport.world])
         metadata = SliceReader(path).read_metadata()
         extra = read_extra(path, metadata)
+        _check_whole(metadata, path)
         _check_model(engine, metadata, extra, path)
         if sharded is not None:
             _check_optimizer(engine, sharded, extra, path)
@@ -110,8 +111,8 @@ def _room_like(value: torch.Tensor, name: str) -> torch.Tensor:
     """Memory to read into, apart from what the model uses."""
     if isinstance(value, PagedTensor):
         page = value._node.page
-        return over_slice(torch.zeros_like(page.own()), page, f"room for {name}")
-    return torch.zeros_like(value)
+        return over_slice(torch.empty_like(page.own()), page, f"room for {name}")
+    return torch.empty_like(value)
 
 
 def _keys(named: dict[str, torch.Tensor], metadata: Metadata, *, exact: bool) -> dict[str, torch.Tensor]:
@@ -153,6 +154,15 @@ def _let_go(sharded: ShardedOptimizer) -> None:
     for parameter in sharded.parameters():
         sharded.optimizer.state.pop(parameter, None)
     sharded.masters.clear()
+
+
+def _check_whole(metadata: Metadata, path: Path) -> None:
+    """Every tensor must be covered by its parts: what is read is written over memory that holds anything."""
+    for key, about in metadata.state_dict_metadata.items():
+        if not isinstance(about, TensorStorageMetadata):
+            continue
+        if sum(chunk.sizes.numel() for chunk in about.chunks) != about.size.numel():
+            raise CheckpointError(f"{path} does not hold all of {key!r}; load another tag")
 
 
 def _check_model(engine: Engine, metadata: Metadata, extra: dict[str, Any], path: Path) -> None:
@@ -223,9 +233,9 @@ def _room(described: TensorStorageMetadata, parameter: PagedTensor, name: str) -
     page = parameter._node.page
     dtype = described.properties.dtype
     if described.size != page.spec.shape:
-        return torch.zeros(described.size, dtype=dtype)
+        return torch.empty(described.size, dtype=dtype)
     low, high = page.bounds
-    return over_slice(torch.zeros(high - low, dtype=dtype, device=page.spec.device), page, name)
+    return over_slice(torch.empty(high - low, dtype=dtype, device=page.spec.device), page, name)
 
 
 def _restore_optimizer(
