@@ -10,7 +10,7 @@ STEPS     ?= 40
 TRANSPORT ?= auto
 OUT       ?= demo
 
-.PHONY: help venv demo test test-slow lint check format docs bench-touch bench-checkpoint clean
+.PHONY: help venv demo test test-slow test-deepspeed lint check format docs bench-touch bench-checkpoint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,13 @@ test: $(STAMP) ## all tests but the slow ones
 test-slow: $(STAMP) ## the slow tests
 	$(BIN)/python -m pytest -q -m slow
 
+# DeepSpeed builds against the torch that is there, and must not be where the tests of the alias run.
+test-deepspeed: ## what needs DeepSpeed itself, in a virtual environment of its own
+	$(MAKE) venv VENV=.venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install --quiet -c constraints.txt setuptools wheel
+	.venv-deepspeed/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[deepspeed]'
+	.venv-deepspeed/bin/python -m pytest -q -m slow tests/integrations/test_deepspeed_checkpoints.py
+
 lint: $(STAMP) ## format, lint, types, direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -58,5 +65,5 @@ bench-checkpoint: $(STAMP) ## how fast checkpoints are written and read
 	$(BIN)/python benchmarks/checkpoint.py
 
 clean: ## remove everything that was made
-	rm -rf $(VENV) build dist site demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-deepspeed build dist site demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
