@@ -38,6 +38,7 @@ class Watcher:
         self._thread: int | None = None
         self._depth = 0
         self._waiting: dict[int, tuple[nn.Parameter, str]] = {}  # by the number of the page that each replaces
+        self._told: list[set[int]] = [set() for _ in range(pager.transport.world)]  # by rank: such numbers
         self._handles = [
             register(register_module_parameter_registration_hook, self.parameter_registered),
             register(register_module_module_registration_hook, self.module_registered),
@@ -55,6 +56,8 @@ class Watcher:
         if self._depth == 0:
             self._thread = None
             self._waiting.clear()
+            for numbers in self._told:
+                numbers.clear()
             self.name_all()
             self._pager.parameter_left()
 
@@ -108,22 +111,28 @@ class Watcher:
             label = f"{type(module).__name__}.{name}"
             old: object = module._parameters.get(name)
             if here and isinstance(old, PagedTensor):
-                self._waiting[old._node.page.number] = value, label
-                self._page_those_set_everywhere()
+                number = old._node.page.number
+                self._waiting[number] = value, label
+                self._page_those_set_everywhere(number)
             else:
                 page_in_place(value, self._pager, label, PagedTensor)
 
-    def _page_those_set_everywhere(self) -> None:
+    def _page_those_set_everywhere(self, number: int) -> None:
         """[Note: loaders in any order] A loader that goes through a set of names sets parameters in another order on
         every rank (transformers does with missing keys). So a parameter that replaces a paged one stays plain until
-        all ranks have set it.
+        all ranks have set it. A rank tells one number at each meeting, and remembers what all have told: what a
+        meeting costs does not grow with what waits.
         """
-        mine = " ".join(map(str, self._waiting)).encode()
-        answers = self._pager.transport.meet("set a parameter anew", mine)
-        for number in sorted(set(self._waiting).intersection(*[map(int, a.split()) for a in answers])):
-            value, label = self._waiting.pop(number)
-            if can_be_paged(value):  # not in another place already
-                page_in_place(value, self._pager, label, PagedTensor)
+        answers = [int(a) for a in self._pager.transport.meet("set a parameter anew", str(number).encode())]
+        for numbers, told in zip(self._told, answers, strict=True):
+            numbers.add(told)
+        for told in sorted(set(answers)):
+            if all(told in numbers for numbers in self._told):
+                for numbers in self._told:
+                    numbers.remove(told)
+                value, label = self._waiting.pop(told)
+                if can_be_paged(value):  # not in another place already
+                    page_in_place(value, self._pager, label, PagedTensor)
 
     def module_registered(self, module: nn.Module, name: str, child: Any) -> None:
         if not isinstance(child, nn.Module):

@@ -156,6 +156,27 @@ def test_any_order(transport: str, world: int) -> None:
     run(world, _in_any_order, transport)
 
 
+MANY = 3_600  # half of them wait at once: more than a meeting could tell
+
+
+def _many_in_opposite_orders() -> None:
+    rank = dist.get_rank()
+    with zp.init({"transport": "shared"}):
+        with torch.device("meta"):
+            model = nn.ParameterList(nn.Parameter(torch.empty(2)) for _ in range(MANY))
+        for place in range(MANY):
+            index = place if rank == 0 else MANY - 1 - place
+            model[index] = nn.Parameter(torch.full((2,), float(index)))
+    for index, parameter in enumerate(model):
+        assert zp.is_paged(parameter) and parameter._node.page.name == str(index)
+        assert zp.full(parameter).tolist() == [index, index]
+    dist.barrier()
+
+
+def test_thousands_in_opposite_orders() -> None:
+    run(2, _many_in_opposite_orders)
+
+
 # -- the same through load_safetensors, from a model on the meta device
 
 

@@ -9,6 +9,7 @@ import resource
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,13 @@ def _reference(steps: int) -> list[torch.Tensor]:
 def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _loads_as(folder: Path, tag: str | None, step: int) -> None:
+    """The checkpoint is whole, and that of so many steps."""
+    engine = _engine("local")
+    assert engine.load(folder, tag).global_step == step
+    _close(_weights(engine), _reference(step))
 
 
 # -- beside training
@@ -375,6 +383,62 @@ def test_damage_is_refused_and_named(tmp_path: Path) -> None:
         for told in run(2, _loads_damaged, str(folder)):
             with pytest.raises(CheckpointError, match=expected):
                 raise CheckpointError(told)
+
+
+def _cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def _unlink(file: Path) -> None:
+    file.unlink()
+
+
+def _goes_bad(transport: str, folder: str, spoil: Callable[[Path], None], moment: str) -> str:
+    """Rank 1 finds a file spoilt: after the checksums were right, or when the model is about to be written."""
+    engine = _engine(transport)
+    _train(engine)
+    before = _weights(engine)
+    owner: Any = Manifest if moment == "checked" else engine.pagers[0].transport
+    name = "check" if moment == "checked" else "open_writes"
+    original = getattr(owner, name)
+
+    def hooked(*args: Any) -> Any:
+        found = original(*args)
+        if moment == "checked" or args[0] == "load step2":
+            dist.barrier()
+            if dist.get_rank() == 1:
+                spoil(Path(folder) / "step2" / "__1_0.distcp")
+            dist.barrier()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, hooked)
+        with pytest.raises(CheckpointError) as raised:
+            engine.load(folder, "step2")
+    if moment == "checked":
+        assert engine.global_step == 1
+        assert all(torch.equal(one, other) for one, other in zip(_weights(engine), before, strict=True))
+    assert engine.load(folder, "good").global_step == 2
+    _train(engine)
+    engine.save(folder, tag="after")
+    engine.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("moment", ["checked", "written"])
+@pytest.mark.parametrize("spoil", [_cut_short, _unlink])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_file_that_goes_bad_after_the_check(
+    transport: str, spoil: Callable[[Path], None], moment: str, tmp_path: Path
+) -> None:
+    """All ranks are told which file, and whether the model is partly new; a whole checkpoint puts it right."""
+    run(2, _saves_two_steps, str(tmp_path))
+    shutil.copytree(tmp_path / "step2", tmp_path / "good")
+    told = run(2, _goes_bad, transport, str(tmp_path), spoil, moment)
+    assert all(("step2" in text) and ("partly new" in text) is (moment == "written") for text in told), told
+    _loads_as(tmp_path, "after", 3)
+    if moment == "written":
+        assert told[0] == told[1] and "__1_0.distcp" in told[0] and "load" in told[0]
 
 
 # -- orders of use, and what belongs to ranks

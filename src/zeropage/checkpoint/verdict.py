@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from zeropage.errors import CheckpointError
 from zeropage.transport import Transport
 
@@ -20,9 +22,15 @@ def one_verdict(transport: Transport, what: str) -> Iterator[None]:
     problem = ""
     try:
         yield
+    except CheckpointException as error:  # torch's own, which is no Exception
+        problem = "; ".join(dict.fromkeys(_told(failure[0]) for failure in error.failures.values()))
     except Exception as error:
-        problem = str(error) or type(error).__name__
+        problem = _told(error)
     raise_together(transport, what, problem)
+
+
+def _told(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def raise_together(transport: Transport, what: str, problem: str) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from zeropage.errors import CheckpointError
 from zeropage.tensor import PagedTensor
 from zeropage.transport.base import Transport
 from zeropage.transport.local import LocalTransport
-from zeropage.weights.draft import Draft
+from zeropage.weights.draft import Draft, place_for
 from zeropage.weights.loading import transport_of
 from zeropage.weights.plan import Described, Plan, dtype_of, plan_files, size_of
 from zeropage.weights.saved import SavedModel
@@ -43,7 +42,8 @@ def export(
 
     The files have the same bytes from any number of ranks, and from a model or a checkpoint of it. They hold
     what `state_dict()` holds; tied weights once, under their first name. Files of an earlier export in
-    `folder` are replaced at the end; other files there stay.
+    `folder` are replaced at the end, and other files there stay: who opens the folder at any moment, or after
+    this program was killed, finds the whole earlier export or the whole new one.
 
     Args:
         model_or_checkpoint: a sharded model: all ranks call together, each writes its own slices, all into
@@ -117,10 +117,10 @@ def _write(plan: Plan, folder: Path, transport: Transport, parts_of: Callable[[s
     """Create, write, publish: all ranks go on together, and on an error nothing is left behind."""
     draft = _same_draft(plan, folder, transport)
     first = transport.rank == 0
-    try:
+    with ExitStack() as until_published:
         with one_verdict(transport, "create the files of an export"), _telling_of(folder):
             if first:
-                draft.create()
+                until_published.enter_context(draft.made())
         with one_verdict(transport, "see the files of an export"), _telling_of(folder):
             draft.check_in_sight()
         with one_verdict(transport, "write the files of an export"), _telling_of(folder):
@@ -128,9 +128,6 @@ def _write(plan: Plan, folder: Path, transport: Transport, parts_of: Callable[[s
         with one_verdict(transport, "publish an export"), _telling_of(folder):
             if first:
                 draft.publish()
-    finally:
-        if first:
-            draft.discard()
 
 
 @contextmanager
@@ -150,8 +147,7 @@ def _same_draft(plan: Plan, folder: Path, transport: Transport) -> Draft:
         CheckpointError: ranks have different tensors or settings.
     """
     target = folder.absolute()
-    place = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
-    mine = json.dumps([plan.digest(), str(target), str(place)]).encode()
+    mine = json.dumps([plan.digest(), str(target), str(place_for(target))]).encode()
     answers = [json.loads(answer) for answer in transport.meet("plan an export", mine)]
     other = [rank for rank, answer in enumerate(answers) if answer[0] != answers[0][0]]
     if other:

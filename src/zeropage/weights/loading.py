@@ -174,6 +174,7 @@ def _read(
 def _fill(targets: dict[str, torch.Tensor], source: Source, ready: list[str]) -> None:
     for path in dict.fromkeys(source.places[key][0] for key in ready):
         with path.open("rb") as file:
+            source.check_same(file.fileno(), path)
             for key in ready:
                 if source.places[key][0] == path:
                     entry = source.places[key][1]
