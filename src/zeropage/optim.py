@@ -105,6 +105,10 @@ class ShardedOptimizer:
         """Use `values` (fp32, this rank's slice) as the exact values behind a 16-bit page."""
         self.masters[record] = Master(values, record.page, record.page.version)
 
+    def is_one_number(self, key: str) -> bool:
+        """Whether that state is one number for a whole parameter, also for one that is a number itself."""
+        return self._elementwise and key in _PER_PARAMETER
+
     def step(self, factor: float) -> None:
         """One step on the gradients times `factor`, inside a write batch of the caller."""
         stepped = [p for p in self.parameters() if record_of(p).has_gradient()]
@@ -194,7 +198,7 @@ class ShardedOptimizer:
         """State as the step sees it."""
         page = parameter._node.page
         if isinstance(value, torch.Tensor) and not isinstance(value, PagedTensor):
-            whole = value.dim() == 0 and (not self._elementwise or key in _PER_PARAMETER)
+            whole = value.dim() == 0 and (not self._elementwise or self.is_one_number(key))
             if whole or value.shape != page.spec.shape:
                 return value
             value = shard_state(value, page, f"{page.name}.{key}")

@@ -120,13 +120,13 @@ def _go_on(transport: str, world: int, cases: list[tuple[str, MakeScheduler]], f
         assert [told for told in saved if isinstance(told, str)] == []
     config = {"transport": "local" if world == 1 else transport}
     expected = [_plain(*case) for case in cases]
-    for found in run(world, _legs, folder, cases, True, config):
-        wrong = [
-            f"{name}: {line}"
-            for (name, _), got, wanted in zip(cases, found, expected, strict=True)
-            for line in _differences(got, wanted, 0.0 if world <= 2 else 1e-4)
-        ]
-        assert wrong == []
+    wrong = [
+        f"rank {rank}, {name}: {line}"
+        for rank, found in enumerate(run(world, _legs, folder, cases, True, config))
+        for (name, _), got, wanted in zip(cases, found, expected, strict=True)
+        for line in _differences(got, wanted, 0.0 if world <= 2 else 1e-4)
+    ]
+    assert wrong == []
 
 
 def _differences(found: Result | str, expected: Result, tolerance: float) -> list[str]:

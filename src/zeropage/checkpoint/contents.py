@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeropage.checkpoint.named import first_names, tensors_of
 from zeropage.checkpoint.parts import Part, whole_part
 from zeropage.checkpoint.reading import SliceReader
+from zeropage.checkpoint.verdict import told
 from zeropage.errors import CheckpointError
 from zeropage.optim import record_of
 from zeropage.steps import over_slice
@@ -176,8 +178,11 @@ def read_packed(path: Path, metadata: Metadata, key: str) -> dict[str, Any]:
     if not isinstance(described, TensorStorageMetadata):
         raise CheckpointError(f"{path} was not written by zeropage: it has no entry {key!r}")
     data = torch.empty(described.size, dtype=torch.uint8)
-    with alone():
-        load({key: data}, storage_reader=SliceReader(path), no_dist=True)
+    try:
+        with alone():
+            load({key: data}, storage_reader=SliceReader(path), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: {key!r} cannot be read ({told(error)}); load another tag") from error
     values: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     return values
 

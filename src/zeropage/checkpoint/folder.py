@@ -119,8 +119,8 @@ class Lock:
         CheckpointError: somebody else is saving there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._file: IO[bytes] = (folder / ".lock").open("wb")
+    def __init__(self, folder: Path, name: str = ".lock") -> None:
+        self._file: IO[bytes] = (folder / name).open("wb")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -153,6 +153,12 @@ def publish(staging: Path, manifest: Manifest, keep: int | None) -> None:
     folder, tag = staging.parent, manifest.tag
     manifest.write(staging)
     sync(staging)
+    pointer = folder / f".{LATEST}.new"
+    try:
+        write_durably(pointer, tag.encode())  # the last thing that needs room, before anything is renamed
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
     target = folder / tag
     if target.exists():
         _exchange(staging, target)
@@ -160,8 +166,6 @@ def publish(staging: Path, manifest: Manifest, keep: int | None) -> None:
     else:
         staging.rename(target)
     sync(folder)
-    pointer = folder / f".{LATEST}.new"
-    write_durably(pointer, tag.encode())
     pointer.rename(folder / LATEST)
     sync(folder)
     if keep is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -24,7 +25,7 @@ from zeropage.checkpoint.contents import (
 )
 from zeropage.checkpoint.folder import Manifest, find
 from zeropage.checkpoint.reading import SliceReader
-from zeropage.checkpoint.verdict import one_verdict
+from zeropage.checkpoint.verdict import one_verdict, told
 from zeropage.errors import CheckpointError
 from zeropage.optim import NARROW, ShardedOptimizer, record_of
 from zeropage.steps import over_slice
@@ -91,7 +92,8 @@ def load_checkpoint(
     found = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
     state = {key: value for key, (value, _) in found.items()} | masters
     with _writing(engine, path.name, targets), one_verdict(transport, f"read {path.name}"), torch.no_grad():
-        _load(engine, {**_keys(into, metadata, exact=sharded is not None), **state}, path)
+        with _telling_what_is_left(path, manifest):
+            _load(engine, {**_keys(into, metadata, exact=sharded is not None), **state}, path)
         if Manifest.read(path) != manifest:
             raise CheckpointError(f"{path} was replaced while it was read: the model holds parts of both; load again")
     if not checked:
@@ -105,6 +107,25 @@ def load_checkpoint(
         if restored:
             _restore_rank(of_rank, data_loader)
     return LoadResult(path.name, extra["client_state"], int(extra["progress"]["global_step"]), world, restored)
+
+
+@contextmanager
+def _telling_what_is_left(path: Path, manifest: Manifest | None) -> Iterator[None]:
+    """A disk that fails when values are being read into the model itself leaves it in between."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if manifest is None:
+            raise
+        why = told(error)
+        try:
+            manifest.check(path, ())  # torch does not say which file it was
+        except CheckpointError as named:
+            why = str(named)
+        raise CheckpointError(
+            f"reading {path} failed in the middle: {why}. The model is partly new, and its optimizer has no state: "
+            "load a checkpoint before anything else."
+        ) from error
 
 
 def _room_like(value: torch.Tensor, name: str) -> torch.Tensor:
@@ -216,7 +237,11 @@ def _empty_optimizer(
         parameter = by_name.get(name)
         if parameter is None or parameter not in stepped:
             continue
-        found[key] = (_room(described, parameter, key), (parameter, state))
+        if sharded.is_one_number(state) and not described.size:
+            room = torch.zeros((), dtype=described.properties.dtype)
+        else:
+            room = _room(described, parameter, key)
+        found[key] = (room, (parameter, state))
     return found
 
 

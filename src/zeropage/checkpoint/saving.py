@@ -2,6 +2,9 @@
 
 Ranks tell each other through files beside the data (`.report-*`), so that no collective call is made while
 training goes on. Values are read where they lie: whoever is about to change them calls `await_written` first.
+
+Each rank holds a lock: the first one that of the folder, the others one of their own until their report is there, or
+all know that they have failed. So the first rank does not wait for one that died.
 """
 
 from __future__ import annotations
@@ -96,6 +99,11 @@ def begin_save(
         made = transport.meet(f"begin to save {tag}", b"" if staging is None else staging.name.encode())[0].decode()
         if made and not (folder / made).is_dir():
             problem = problem or f"{folder} is another folder there: all ranks must save to one file system"
+        elif made and lock is None:
+            try:
+                lock = Lock(folder / made, _lock_of(transport.rank))
+            except OSError as error:
+                problem = problem or str(error)
         raise_together(transport, f"save to {folder}", problem)
     except BaseException:
         if staging is not None:
@@ -104,6 +112,7 @@ def begin_save(
             lock.release()
         raise
     about = About(tag, engine.global_step, transport.world, keep, {"torch": str(torch.__version__)})
+    assert lock is not None
     return Save(transport.rank, folder / made, entries, about, lock, engine.pagers[0].config.timeout_s)
 
 
@@ -125,7 +134,7 @@ def end_save(engine: Engine, saving: Save) -> None:
 
 
 class Save:
-    """Writes `entries` (key and values) into `staging`; the first rank, which holds the `lock`, publishes the whole."""
+    """Writes `entries` (key and values) into `staging`; the first rank publishes the whole. Lets go of `lock`."""
 
     def __init__(
         self,
@@ -133,7 +142,7 @@ class Save:
         staging: Path,
         entries: Sequence[tuple[str, Part]],
         about: About,
-        lock: Lock | None,
+        lock: Lock,
         timeout_s: float,
     ) -> None:
         self._rank, self._staging, self._entries, self._about = rank, staging, list(entries), about
@@ -167,9 +176,10 @@ class Save:
         self._thread.join()
 
     def abort(self) -> None:
-        """Give up, because another rank has failed."""
+        """Give up, because a rank has failed."""
         self._ends.set()
         self._thread.join()
+        self._lock.release()
 
     # -- in the thread
 
@@ -183,14 +193,14 @@ class Save:
         except _Aborted:
             pass
         except Exception as error:
-            self.problem = f"saving {self.tag} failed: {error}"
+            self.problem = f"saving {self.tag} failed: {_told(error, self._staging)}"
             _log.error("rank %d: %s", self._rank, self.problem)
         finally:
             self._entries.clear()
             self._written.set()
             self._reported.set()
             self._file.close()
-            if self._lock is not None:
+            if self._rank == 0:
                 shutil.rmtree(self._staging, ignore_errors=True)  # where it was published it has another name
                 self._lock.release()
 
@@ -217,15 +227,13 @@ class Save:
             self._written.set()
             self._file.finish()
         except OSError as error:
-            raise CheckpointError(
-                f"{self._path}, after {self._file.nbytes:,} bytes: {error.strerror or error}. Earlier "
-                "checkpoints are as they were; make room and save again."
-            ) from error
+            raise CheckpointError(_told(error, f"{self._path}, after {self._file.nbytes:,} bytes")) from error
         report = {"file": name, "nbytes": self._file.nbytes, "crc32": self._file.crc32, "entries": written}
         if self._rank != 0:
             temporary = self._staging / f".writing-{self._rank}"
             write_durably(temporary, json.dumps(report).encode())
             temporary.rename(_report(self._staging, self._rank))
+            self._lock.release()
         return report
 
     def _others(self) -> list[dict[str, Any]]:
@@ -236,10 +244,13 @@ class Save:
             while not path.exists():
                 if self._ends.wait(_POLL_SECONDS):
                     raise _Aborted
+                if not _is_held(self._staging, rank) and not path.exists():
+                    raise CheckpointError(f"rank {rank} died, or gave up, before its part was on the disk")
                 if time.monotonic() > ends:
                     raise CheckpointError(f"rank {rank} has not written its part within {self._timeout_s:g} s")
             found.append(json.loads(path.read_bytes()))
             path.unlink()
+            (self._staging / _lock_of(rank)).unlink()
         return found
 
     def _publish(self, reports: list[dict[str, Any]]) -> None:
@@ -250,6 +261,25 @@ class Save:
         about = self._about
         manifest = Manifest(about.tag, about.step, about.world, files, about.versions)
         publish(self._staging, manifest, about.keep)
+
+
+def _told(error: Exception, where: object) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    what = f"{error.filename or where}: {error.strerror or error}"
+    return f"{what}. Earlier checkpoints are as they were; make room and save again."
+
+
+def _lock_of(rank: int) -> str:
+    return f".alive-{rank}"
+
+
+def _is_held(staging: Path, rank: int) -> bool:
+    try:
+        Lock(staging, _lock_of(rank)).release()
+    except CheckpointError:
+        return True
+    return False
 
 
 def _report(staging: Path, rank: int) -> Path:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from zeropage.errors import CheckpointError
 from zeropage.transport import Transport
 
-__all__ = ["one_verdict", "raise_together"]
+__all__ = ["one_verdict", "raise_together", "told"]
 
 
 @contextmanager
@@ -22,15 +22,15 @@ def one_verdict(transport: Transport, what: str) -> Iterator[None]:
     problem = ""
     try:
         yield
-    except CheckpointException as error:  # torch's own, which is no Exception
-        problem = "; ".join(dict.fromkeys(_told(failure[0]) for failure in error.failures.values()))
-    except Exception as error:
-        problem = _told(error)
+    except (Exception, CheckpointException) as error:
+        problem = told(error)
     raise_together(transport, what, problem)
 
 
-def _told(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+def told(error: BaseException) -> str:
+    """What went wrong. torch's `CheckpointException`, which is no Exception, tells it by rank, with stacks."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else [(error,)]
+    return "; ".join(dict.fromkeys(str(failure[0]) or type(failure[0]).__name__ for failure in failures))
 
 
 def raise_together(transport: Transport, what: str, problem: str) -> None:
