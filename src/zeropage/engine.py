@@ -33,8 +33,8 @@ from zeropage.tensor import PagedTensor
 __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
-_OF_A_STEP = {"precision", "cast_frozen", "loss_scale", "clip_grad_norm", "accumulate"}  # settings of each engine
-_BAD_LOSSES = 10  # steps in a row with a non-finite loss before training is given up
+_OF_A_STEP = {"precision", "cast_frozen", "loss_scale", "clip_grad_norm", "accumulate", "skip_nonfinite"}  # settings of each engine
+_BAD_STEPS = 10  # steps in a row that scaling cannot help before training is given up
 
 
 class Scheduler(Protocol):
@@ -82,8 +82,10 @@ class Engine:
         self.config = self._pagers[0].config if config is None else settings
         _check_effect(self.config, self._pagers)
         self._spaces = [space_of(pager) for pager in self._pagers]
+        self._scales = self.config.precision == "fp16"
+        self._skips = self._scales if self.config.skip_nonfinite is None else self.config.skip_nonfinite
         for space in self._spaces:
-            space.gradients.looks_for_nonfinite = self.config.precision == "fp16"
+            space.gradients.looks_for_nonfinite = self._skips
         self._closed = False
         self._saving: Save | None = None
         self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
@@ -122,10 +124,12 @@ class Engine:
         `loss.backward()` is as good, fp16 and accumulation aside.
         """
         self._require_open()
-        if self.config.precision == "fp16" and not bool(torch.isfinite(loss.detach()).all()):
+        if self._skips and not bool(torch.isfinite(loss.detach()).all()):
             self._bad_loss = True
         self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
+        for space in self._spaces:
+            space.gradients.factor = 1.0
         scaled = loss if factor == 1.0 else loss * factor
         for pager in self._pagers:
             pager.transport.begin_backward(reentrant=False)  # also where no parameter gets a gradient
@@ -156,13 +160,14 @@ class Engine:
         """To be called after every micro-batch; steps at every `accumulate`-th one (all ranks together).
 
         All ranks step, or all skip. In fp16 a non-finite gradient skips the step and lowers the loss scale;
-        the scheduler does not advance.
+        the scheduler does not advance. With `skip_nonfinite` it skips the step in any precision.
 
         Raises:
             ConfigError: the engine has no optimizer.
             CheckpointError: a save with `wait=False` has failed; the step was made all the same.
-            NonFiniteError: fp16 only: the loss itself has been non-finite for more than ten steps, or
-                gradients still overflow at the smallest loss scale. Names the first bad parameter and rank.
+            NonFiniteError: the loss itself (or, without a loss scale, a gradient) has been non-finite for more
+                than ten steps in a row, or gradients still overflow at the smallest loss scale. Names the first
+                bad parameter and rank.
             DivergenceError, PeerLostError: see `Transport.meet`.
         """
         self._require_open()
@@ -192,7 +197,7 @@ class Engine:
             backwards=self._own_backwards + sum(space.gradients.backwards for space in self._spaces),
             save_failed=self._saving is not None and bool(self._saving.problem),
         )
-        return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self.config.precision == "fp16")
+        return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self._skips)
 
     @property
     def _attempt(self) -> int:
@@ -205,7 +210,7 @@ class Engine:
         self.skipped_steps += 1
         self._bad_in_a_row += 1
         self._drop_gradients()
-        if not verdict.bad_loss:
+        if self._scales and not verdict.bad_loss:
             self._scaler.update(True)
         _log.warning("step %d skipped: %s; loss scale %g -> %g", attempt, verdict.reason, scale, self.loss_scale)
         if self._scaler.exhausted and not verdict.bad_loss:
@@ -213,7 +218,7 @@ class Engine:
                 f"{verdict.reason} at the smallest loss scale ({self.loss_scale:g}), at step {attempt}: scaling cannot "
                 "help. Look at the data and the learning rate, or train in bf16."
             )
-        if verdict.bad_loss and self._bad_in_a_row > _BAD_LOSSES:
+        if (verdict.bad_loss or not self._scales) and self._bad_in_a_row > _BAD_STEPS:
             raise NonFiniteError(f"{verdict.reason}, for {self._bad_in_a_row} steps in a row; training cannot go on")
         return StepResult(False, self.grad_norm, scale, verdict.reason)
 
@@ -229,7 +234,7 @@ class Engine:
                 pager.close_batch()
         self.global_step += 1
         self._bad_in_a_row = 0
-        if self.config.precision == "fp16":
+        if self._scales:
             self._scaler.update(False)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -272,7 +277,7 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """The factor on the loss: 1 unless precision is fp16."""
-        return self._scaler.scale if self.config.precision == "fp16" else 1.0
+        return self._scaler.scale if self._scales else 1.0
 
     @property
     def lr(self) -> float:
@@ -295,6 +300,7 @@ class Engine:
         *,
         keep: int | None = None,
         trainable_only: bool = False,
+        latest: bool = True,
         data_loader: Stateful | None = None,
     ) -> str:
         """Save model, optimizer, scheduler, counters and `client_state` under `folder/tag` (all ranks together).
@@ -311,6 +317,7 @@ class Engine:
                 failure is raised by the next `step`, `save`, `load` or `close`, on all ranks.
             keep: remove all but the newest `keep` checkpoints once this one is published.
             trainable_only: leave frozen parameters out; `load` then leaves those of the model as they are.
+            latest: False leaves the file `latest` as it is: `load` takes this checkpoint by its tag only.
             data_loader: anything with `state_dict()` and `load_state_dict()`; its position is kept for each rank.
 
         Returns:
@@ -323,8 +330,9 @@ class Engine:
         self._require_open()
         self._finish_save()
         self._saving = begin_save(
-            self, Path(folder), tag, client_state, keep=keep, trainable_only=trainable_only, data_loader=data_loader
-        )
+            self, Path(folder), tag, client_state,
+            keep=keep, trainable_only=trainable_only, latest=latest, data_loader=data_loader,
+        )  # fmt: skip
         for pager in self._pagers:
             pager.before_writes = self._saving.await_written
         tag = self._saving.tag
@@ -338,11 +346,14 @@ class Engine:
         tag: str | None = None,
         weights_only: bool = False,
         *,
+        strict: bool = True,
         data_loader: Stateful | None = None,
     ) -> LoadResult:
         """Load what `save` or DeepSpeed wrote, on any number of ranks (all ranks together). Default: the latest tag.
 
         A checkpoint of DeepSpeed is converted first, each time; see `zeropage import-deepspeed`.
+
+        `strict=False` leaves parameters and buffers alone that only the checkpoint has, or only the model.
 
         Random generators and `data_loader` go on where they stood if as many ranks load as saved; otherwise they
         are left alone (`LoadResult.restored_ranks` tells), since their states belong to ranks.
@@ -354,7 +365,9 @@ class Engine:
         self._require_open()
         self._finish_save()
         with opened(self, Path(folder), tag) as found:
-            return load_checkpoint(self, found, tag, weights_only=weights_only, data_loader=data_loader)
+            return load_checkpoint(
+                self, found, tag, weights_only=weights_only, strict=strict, data_loader=data_loader
+            )
 
     def _finish_save(self) -> None:
         """Wait for a save under way (all ranks together)."""

@@ -181,7 +181,7 @@ class Record:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         self._gradients.inspect(self.name, gradient)
-        scale = 1.0 / self.pager.transport.world
+        scale = self._gradients.weight(self.name) / self.pager.transport.world
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.no_grad(), torch.inference_mode(False):
                 accumulator.add(self.page.flat(plain(gradient)), scale, page.epoch)
@@ -262,7 +262,9 @@ class Gradients:
         self._settled = False
         self._task = -1
         self._outermost: FrameType | None = None
-        self.looks_for_nonfinite = False  # set by an engine that scales the loss
+        self.looks_for_nonfinite = False  # set by an engine that skips steps
+        self.outside_factor: float | None = 1.0  # times gradients of backwards that no engine runs; None refuses them
+        self.factor: float | None = 1.0  # times gradients of the present backward
         self.backwards = 0  # backward passes that brought gradients, since the engine's last step
         self.first_nonfinite = ""  # the first parameter in this rank's backwards whose gradient was not finite
         pager.adopt = self.adopt
@@ -325,6 +327,15 @@ class Gradients:
         if task != -1 and not nested:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
+    def weight(self, name: str) -> float:
+        """What a gradient of the present backward is multiplied by."""
+        if self.factor is None:
+            raise GradientError(
+                f"a gradient of {name!r} came from a loss that was not scaled, as fp16 needs it: write "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        return self.factor
+
     def inspect(self, name: str, gradient: torch.Tensor) -> None:
         """Note where a non-finite gradient of this rank appears first: sums do not tell who brought it."""
         if self.looks_for_nonfinite and not self.first_nonfinite and not _is_finite(gradient):
@@ -333,6 +344,7 @@ class Gradients:
     def end_backward(self) -> None:
         self._task = -1
         self._outermost = None
+        self.factor = self.outside_factor
         self.pager.transport.end_backward()
 
     def refresh(self) -> None:

@@ -1,0 +1,1 @@
+"""A package shaped like `deepspeed`, every name of it mapped onto zeropage."""
