@@ -280,6 +280,7 @@ def _parts(
         "version": VERSION,
         "world": engine.pagers[0].transport.world,
         "left_out": left_out,
+        "frozen": _frozen(engine),
         "progress": engine.progress(),
         "groups": _groups(engine),
         "state": _small_state(engine),
