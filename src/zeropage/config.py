@@ -152,6 +152,9 @@ class Config(_Section):
     deterministic: bool = True
     """Whether gradients are added in the order of ranks, so that two runs give the same bits."""
 
+    skip_nonfinite: bool = False
+    """Whether a step whose gradient is not finite is skipped in bf16 and fp32 too; fp16 always skips it."""
+
     seed: int | None = None
     """The seed set on every rank when parameters are made; absent leaves the generators of torch alone."""
 

@@ -7,16 +7,18 @@ lives beside it (optimizer, scheduler, monitors, profiler).
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zeropage.config import Config
 from zeropage.deepspeed.batch_sizes import BatchSizes
+from zeropage.deepspeed.checking import check_keys
 from zeropage.deepspeed.sources import load_config
 from zeropage.errors import ConfigError
 
@@ -27,6 +29,7 @@ __all__ = [
     "SchedulerSettings",
     "Settings",
     "read_settings",
+    "section",
 ]
 
 
@@ -68,7 +71,15 @@ class FlopsProfilerSettings:
     top_modules: int = 1
     detailed: bool = True
     output_file: str | None = None
-    recompute_fwd_factor: float = 0.0
+
+
+_Named = TypeVar("_Named", OptimizerSettings, SchedulerSettings)
+
+_DTYPES = {
+    "fp32": ("fp32", "float32", "float"),
+    "fp16": ("fp16", "float16", "half"),
+    "bf16": ("bf16", "bfloat16"),
+}
 
 
 @dataclass(frozen=True)
@@ -129,15 +140,16 @@ def read_settings(config: Mapping[str, Any] | str | Path, world: int) -> Setting
     """The settings in `config` (a dict, a path, or base64 of JSON) for `world` ranks.
 
     Raises:
-        ConfigError: see `load_config` and `BatchSizes.of`; a value of the wrong kind; a key that would change results
-            and cannot be honoured.
+        ConfigError: see `load_config`, `check_keys` and `BatchSizes.of`; a value of the wrong kind.
     """
     raw = load_config(config)
-    zero = _section(raw, "zero_optimization")
+    check_keys(raw)
+    zero = _zero(raw)
+    stage = _stage(zero)
     sizes = BatchSizes.of(raw, world)
     precision = _precision(raw)
-    clipping = float(raw.get("gradient_clipping", 1.0) or 0.0)
-    stage = int(zero.get("stage", 0))
+    clipping = _number(raw, "gradient_clipping", 1.0)
+    skip = _skips_nonfinite(raw, stage, precision)
     return Settings(
         raw=raw,
         stage=stage,
@@ -146,110 +158,207 @@ def read_settings(config: Mapping[str, Any] | str | Path, world: int) -> Setting
         gradient_accumulation_steps=sizes.steps,
         gradient_clipping=clipping,
         precision=precision,
-        config=_translate(raw, zero, stage, precision, clipping, sizes.steps),
+        config=Config.of(
+            {
+                "accumulate": sizes.steps,
+                "skip_nonfinite": skip,
+                **({"clip_grad_norm": clipping} if clipping > 0 else {}),
+                **_precision_config(raw, precision),
+                **_memory_config(zero, stage, precision),
+            }
+        ),
         autocast=_autocast(raw),
-        cast_inputs=bool(_section(raw, "fp16").get("auto_cast", False)),
-        skip_nonfinite=stage == 3 or precision != "fp32",
-        optimizer=_optimizer(raw),
-        scheduler=_scheduler(raw),
-        steps_per_print=float(raw.get("steps_per_print") or float("inf")),
+        cast_inputs=bool(section(raw, "fp16").get("auto_cast", False)),
+        skip_nonfinite=skip,
+        optimizer=_named(raw, "optimizer", OptimizerSettings),
+        scheduler=_named(raw, "scheduler", SchedulerSettings),
+        steps_per_print=_number(raw, "steps_per_print", 0.0) or math.inf,
         wall_clock_breakdown=bool(raw.get("wall_clock_breakdown", False)),
-        throughput=bool(_section(_section(raw, "timers"), "throughput").get("enabled", True)),
+        throughput=bool(section(section(raw, "timers"), "throughput").get("enabled", True)),
         monitors=_monitors(raw),
         flops_profiler=_flops_profiler(raw),
-        activation_checkpointing=dict(_section(raw, "activation_checkpointing")),
-        gather_16bit_on_save=bool(
-            zero.get("stage3_gather_16bit_weights_on_model_save")
-            or zero.get("gather_16bit_weights_on_model_save")
-            or zero.get("stage3_gather_fp16_weights_on_model_save")
+        activation_checkpointing=dict(section(raw, "activation_checkpointing")),
+        gather_16bit_on_save=any(
+            zero.get(name, False)
+            for name in (
+                "stage3_gather_16bit_weights_on_model_save",
+                "gather_16bit_weights_on_model_save",
+                "stage3_gather_fp16_weights_on_model_save",
+            )
         ),
         zero_force_ds_cpu_optimizer=bool(raw.get("zero_force_ds_cpu_optimizer", True)),
         dataloader_drop_last=bool(raw.get("dataloader_drop_last", False)),
         log_level=raw.get("log_level"),
         communication_data_type=raw.get("communication_data_type"),
         prescale_gradients=bool(raw.get("prescale_gradients", False)),
-        gradient_predivide_factor=float(raw.get("gradient_predivide_factor", 1.0)),
+        gradient_predivide_factor=_number(raw, "gradient_predivide_factor", 1.0),
     )
 
 
-def _section(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The block under `key`, without the values that are left to it ("auto" means the default, as in DeepSpeed)."""
+def section(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The block under `key`, less the values that it leaves open ("auto" and null are the default, as in DeepSpeed)."""
     block = settings.get(key)
     if block is None:
         return {}
     if not isinstance(block, Mapping):
         raise ConfigError(f"config key {key!r} must be an object, got {block!r}")
-    return {name: value for name, value in block.items() if value != "auto"}
+    return {name: value for name, value in block.items() if value is not None and not _is_auto(value)}
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
+    value = settings.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+        remedy = ": only the Trainer and Accelerate put a number there. Write the number" if _is_auto(value) else ""
+        raise ConfigError(f"config key {key!r} must be a number of at least 0, got {value!r}{remedy}")
+    return float(value)
+
+
+def _named(raw: Mapping[str, Any], key: str, record: type[_Named]) -> _Named | None:
+    block = section(raw, key)
+    return record(str(block["type"]), dict(block.get("params", {}))) if "type" in block else None
+
+
+# -- ZeRO and memory
+
+
+def _zero(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(raw.get("zero_optimization"), bool):  # the oldest form
+        return {"stage": int(raw["zero_optimization"])}
+    return section(raw, "zero_optimization")
+
+
+def _stage(zero: Mapping[str, Any]) -> int:
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ConfigError(f"config key 'zero_optimization.stage' must be 0, 1, 2 or 3, got {stage!r}")
+    return int(stage)
+
+
+def _memory_config(zero: Mapping[str, Any], stage: int, precision: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    offload = {}
+    if _offloads(zero, "offload_param", "cpu_offload_param"):
+        offload["parameters"] = "host"
+    if _offloads(zero, "offload_optimizer", "cpu_offload"):
+        offload["optimizer"] = "host"
+    if offload:
+        found["offload"] = offload
+    if stage < 3:
+        found["resident_bytes"] = sys.maxsize
+    else:
+        live = zero.get("stage3_max_live_parameters", zero.get("max_live_parameters"))
+        if live is not None:
+            limit = int(live) * (4 if precision == "fp32" else 2)
+            if limit < 2 * Config().bucket_bytes:
+                found["resident_bytes"] = limit
+    return found
+
+
+def _offloads(zero: Mapping[str, Any], key: str, old_key: str) -> bool:
+    device = section(zero, key).get("device", "none")
+    if device not in ("none", "cpu"):
+        raise ConfigError(
+            f"config key 'zero_optimization.{key}.device' = {device!r} cannot be honoured: offload is to host memory "
+            "only. Write 'cpu' or 'none'."
+        )
+    return device == "cpu" or bool(zero.get(old_key, False))
+
+
+# -- precision
 
 
 def _precision(raw: Mapping[str, Any]) -> str:
-    fp16 = bool(_section(raw, "fp16").get("enabled", False))
-    bf16 = bool(_section(raw, "bf16" if raw.get("bf16") is not None else "bfloat16").get("enabled", False))
+    fp16 = bool(section(raw, "fp16").get("enabled", False))
+    bf16 = bool(_bf16(raw).get("enabled", False))
     if fp16 and bf16:
         raise ConfigError("config keys 'fp16' and 'bf16' are both enabled; a model trains in one of them")
-    return "fp16" if fp16 else "bf16" if bf16 else "fp32"
+    precision = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+    wanted = section(raw, "data_types").get("param_dtype")
+    if wanted is not None and _dtype_name("data_types.param_dtype", wanted) != precision:
+        raise ConfigError(
+            f"config key 'data_types.param_dtype' = {wanted!r} conflicts with the fp16 and bf16 blocks, which say "
+            f"{precision}; remove it or enable the block that agrees"
+        )
+    return precision
 
 
-def _translate(
-    raw: Mapping[str, Any], zero: Mapping[str, Any], stage: int, precision: str, clipping: float, steps: int
-) -> Config:
-    settings: dict[str, Any] = {"accumulate": steps}
+def _bf16(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return section(raw, "bf16" if raw.get("bf16") is not None else "bfloat16")
+
+
+def _skips_nonfinite(raw: Mapping[str, Any], stage: int, precision: str) -> bool:
+    """As DeepSpeed: stage 3 always skips, plain fp32 training never does, bf16 can be told not to."""
+    if precision == "bf16" and stage < 3:
+        return bool(_bf16(raw).get("check_grad_overflow", True))
+    return stage > 0 or precision == "fp16"
+
+
+def _precision_config(raw: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     if precision != "fp32":
-        settings["precision"] = precision
-    if clipping > 0:
-        settings["clip_grad_norm"] = clipping
+        found["precision"] = precision
     if precision == "fp16":
-        settings["loss_scale"] = _loss_scale(_section(raw, "fp16"))
-    if stage < 3:
-        settings["resident_bytes"] = sys.maxsize
-    offload = {
-        mine: "host"
-        for mine, theirs in (("parameters", "offload_param"), ("optimizer", "offload_optimizer"))
-        if _section(zero, theirs).get("device", "none") == "cpu"
-    }
-    if offload:
-        settings["offload"] = offload
-    dtype = _section(raw, "data_types").get("grad_accum_dtype") or raw.get("communication_data_type")
-    if dtype is not None:
-        settings["reduce_dtype"] = dtype
-    return Config.of(settings)
+        found["loss_scale"] = _loss_scale(section(raw, "fp16"))
+    types = section(raw, "data_types")
+    if "grad_accum_dtype" in types:
+        found["reduce_dtype"] = _dtype_name("data_types.grad_accum_dtype", types["grad_accum_dtype"])
+    elif raw.get("communication_data_type") is not None:
+        found["reduce_dtype"] = _dtype_name("communication_data_type", raw["communication_data_type"])
+    return found
 
 
 def _loss_scale(fp16: Mapping[str, Any]) -> dict[str, Any]:
-    static = float(fp16.get("loss_scale", 0))
+    static = _number(fp16, "loss_scale", 0.0)
     if static:
         return {"dynamic": False, "initial": static}
     return {
-        "initial": 2.0 ** fp16.get("initial_scale_power", 16),
-        "window": int(fp16.get("loss_scale_window", 1000)),
-        "hysteresis": int(fp16.get("hysteresis", 2)),
-        "min": float(fp16.get("min_loss_scale", 1)),
+        "initial": 2.0 ** _number(fp16, "initial_scale_power", 16),
+        "window": int(_number(fp16, "loss_scale_window", 1000)),
+        "hysteresis": int(_number(fp16, "hysteresis", 2)),
+        "min": _number(fp16, "min_loss_scale", 1),
     }
 
 
 def _autocast(raw: Mapping[str, Any]) -> torch.dtype | None:
-    block = _section(raw, "torch_autocast")
-    return torch.bfloat16 if block.get("enabled", False) else None
+    block = section(raw, "torch_autocast")
+    if not block.get("enabled", False):
+        return None
+    name = _dtype_name("torch_autocast.dtype", block.get("dtype", "bfloat16"))
+    if name == "fp16":
+        raise ConfigError(
+            "config key 'torch_autocast.dtype' = 'float16' cannot be honoured: small gradients would vanish without a "
+            "loss scale. Write 'bfloat16', or enable the block 'fp16' instead."
+        )
+    return torch.bfloat16 if name == "bf16" else None
 
 
-def _optimizer(raw: Mapping[str, Any]) -> OptimizerSettings | None:
-    block = raw.get("optimizer") or {}
-    return OptimizerSettings(block["type"], dict(block.get("params") or {})) if block.get("type") else None
+def _dtype_name(key: str, value: object) -> str:
+    for name, spellings in _DTYPES.items():
+        if str(value).lower().removeprefix("torch.") in spellings:
+            return name
+    raise ConfigError(f"config key {key!r} must be one of {', '.join(_DTYPES)}, got {value!r}")
 
 
-def _scheduler(raw: Mapping[str, Any]) -> SchedulerSettings | None:
-    block = raw.get("scheduler") or {}
-    return SchedulerSettings(block["type"], dict(block.get("params") or {})) if block.get("type") else None
+# -- what is told
 
 
 def _monitors(raw: Mapping[str, Any]) -> MonitorSettings:
-    blocks = {
-        name: _section(raw, key)
-        for name, key in (("tensorboard", "tensorboard"), ("csv", "csv_monitor"), ("wandb", "wandb"))
-    }
-    return MonitorSettings(**{name: dict(block) for name, block in blocks.items() if block.get("enabled", False)})
+    def block(key: str) -> dict[str, Any] | None:
+        found = section(raw, key)
+        return {name: value for name, value in found.items() if name != "enabled"} if found.get("enabled") else None
+
+    return MonitorSettings(tensorboard=block("tensorboard"), csv=block("csv_monitor"), wandb=block("wandb"))
 
 
 def _flops_profiler(raw: Mapping[str, Any]) -> FlopsProfilerSettings | None:
-    block = dict(_section(raw, "flops_profiler"))
-    return FlopsProfilerSettings(**block) if block.pop("enabled", False) else None
+    block = section(raw, "flops_profiler")
+    if not block.get("enabled", False):
+        return None
+    known = FlopsProfilerSettings.__dataclass_fields__
+    return FlopsProfilerSettings(**{name: value for name, value in block.items() if name in known})
