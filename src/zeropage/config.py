@@ -124,9 +124,6 @@ class Config(_Section):
     clip_grad_norm: PositiveFloat | None = None
     """The global 2-norm that averaged gradients are scaled down to; absent never clips."""
 
-    skip_nonfinite: bool | None = None
-    """Whether a step whose loss or gradient is not finite is skipped; absent: in fp16 only."""
-
     accumulate: PositiveInt = 1
     """How many micro-batches make one optimizer step."""
 
@@ -155,6 +152,9 @@ class Config(_Section):
     deterministic: bool = True
     """Whether gradients are added in the order of ranks, so that two runs give the same bits."""
 
+    skip_nonfinite: bool = False
+    """Whether a step whose gradient is not finite is skipped in bf16 and fp32 too; fp16 always skips it."""
+
     seed: int | None = None
     """The seed set on every rank when parameters are made; absent leaves the generators of torch alone."""
 
@@ -168,8 +168,6 @@ class Config(_Section):
                 f"loss_scale takes effect only with precision='fp16', and precision is {self.precision!r}; "
                 "remove loss_scale or set precision='fp16'"
             )
-        if self.skip_nonfinite is False and self.precision == "fp16":
-            raise ValueError("skip_nonfinite=false cannot take effect in fp16, whose loss scale needs skipped steps")
         if self.cast_frozen and self.precision is None:
             raise ValueError("cast_frozen=true cannot take effect without precision; name the precision to cast to")
         return self

@@ -33,8 +33,8 @@ from zeropage.tensor import PagedTensor
 __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
-_OF_A_STEP = {"precision", "cast_frozen", "loss_scale", "clip_grad_norm", "accumulate", "skip_nonfinite"}  # settings of each engine
-_BAD_STEPS = 10  # steps in a row that scaling cannot help before training is given up
+_OF_A_STEP = {"precision", "cast_frozen", "loss_scale", "skip_nonfinite", "clip_grad_norm", "accumulate"}  # settings of each engine
+_BAD_STEPS = 10  # skipped in a row, with nothing that a lower loss scale could help, before training is given up
 
 
 class Scheduler(Protocol):
@@ -82,10 +82,8 @@ class Engine:
         self.config = self._pagers[0].config if config is None else settings
         _check_effect(self.config, self._pagers)
         self._spaces = [space_of(pager) for pager in self._pagers]
-        self._scales = self.config.precision == "fp16"
-        self._skips = self._scales if self.config.skip_nonfinite is None else self.config.skip_nonfinite
         for space in self._spaces:
-            space.gradients.looks_for_nonfinite = self._skips
+            space.gradients.looks_for_nonfinite = self._may_skip
         self._closed = False
         self._saving: Save | None = None
         self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
@@ -124,7 +122,7 @@ class Engine:
         `loss.backward()` is as good, fp16 and accumulation aside.
         """
         self._require_open()
-        if self._skips and not bool(torch.isfinite(loss.detach()).all()):
+        if self._may_skip and not bool(torch.isfinite(loss.detach()).all()):
             self._bad_loss = True
         self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
@@ -159,15 +157,15 @@ class Engine:
     def step(self) -> StepResult:
         """To be called after every micro-batch; steps at every `accumulate`-th one (all ranks together).
 
-        All ranks step, or all skip. In fp16 a non-finite gradient skips the step and lowers the loss scale;
-        the scheduler does not advance. With `skip_nonfinite` it skips the step in any precision.
+        All ranks step, or all skip. In fp16 a non-finite gradient skips the step and lowers the loss scale; with
+        `skip_nonfinite` it skips the step in any precision. The scheduler does not advance then.
 
         Raises:
             ConfigError: the engine has no optimizer.
             CheckpointError: a save with `wait=False` has failed; the step was made all the same.
-            NonFiniteError: the loss itself (or, without a loss scale, a gradient) has been non-finite for more
-                than ten steps in a row, or gradients still overflow at the smallest loss scale. Names the first
-                bad parameter and rank.
+            NonFiniteError: where steps are skipped: more than ten in a row, for a loss that is not finite itself
+                or without a loss scale; or gradients still overflow at the smallest loss scale. Names the first bad
+                parameter and rank.
             DivergenceError, PeerLostError: see `Transport.meet`.
         """
         self._require_open()
@@ -197,7 +195,11 @@ class Engine:
             backwards=self._own_backwards + sum(space.gradients.backwards for space in self._spaces),
             save_failed=self._saving is not None and bool(self._saving.problem),
         )
-        return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self._skips)
+        return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self._may_skip)
+
+    @property
+    def _may_skip(self) -> bool:
+        return self.config.precision == "fp16" or self.config.skip_nonfinite
 
     @property
     def _attempt(self) -> int:
@@ -205,20 +207,21 @@ class Engine:
         return self.global_step + self.skipped_steps + 1
 
     def _skip(self, verdict: Verdict) -> StepResult:
-        """No step: drop the gradients; lower the loss scale unless the loss itself is bad."""
-        scale, attempt = self.loss_scale, self._attempt
+        """No step: drop the gradients; in fp16 lower the loss scale, unless the loss itself is bad."""
+        scale, attempt, scaled = self.loss_scale, self._attempt, self.config.precision == "fp16"
         self.skipped_steps += 1
         self._bad_in_a_row += 1
         self._drop_gradients()
-        if self._scales and not verdict.bad_loss:
+        if scaled and not verdict.bad_loss:
             self._scaler.update(True)
-        _log.warning("step %d skipped: %s; loss scale %g -> %g", attempt, verdict.reason, scale, self.loss_scale)
-        if self._scaler.exhausted and not verdict.bad_loss:
+        told = f"; loss scale {scale:g} -> {self.loss_scale:g}" if scaled else ""
+        _log.warning("step %d skipped: %s%s", attempt, verdict.reason, told)
+        if scaled and self._scaler.exhausted and not verdict.bad_loss:
             raise NonFiniteError(
                 f"{verdict.reason} at the smallest loss scale ({self.loss_scale:g}), at step {attempt}: scaling cannot "
                 "help. Look at the data and the learning rate, or train in bf16."
             )
-        if (verdict.bad_loss or not self._scales) and self._bad_in_a_row > _BAD_STEPS:
+        if (verdict.bad_loss or not scaled) and self._bad_in_a_row > _BAD_STEPS:
             raise NonFiniteError(f"{verdict.reason}, for {self._bad_in_a_row} steps in a row; training cannot go on")
         return StepResult(False, self.grad_norm, scale, verdict.reason)
 
@@ -234,7 +237,7 @@ class Engine:
                 pager.close_batch()
         self.global_step += 1
         self._bad_in_a_row = 0
-        if self._scales:
+        if self.config.precision == "fp16":
             self._scaler.update(False)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -277,7 +280,7 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """The factor on the loss: 1 unless precision is fp16."""
-        return self._scaler.scale if self._scales else 1.0
+        return self._scaler.scale if self.config.precision == "fp16" else 1.0
 
     @property
     def lr(self) -> float:

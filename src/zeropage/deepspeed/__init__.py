@@ -1,1 +1,1 @@
-"""A package shaped like `deepspeed`, every name of it mapped onto zeropage."""
+"""The DeepSpeed-shaped face of zeropage: its names and its configuration, mapped onto the library's own."""
