@@ -127,7 +127,7 @@ class Engine:
         self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
         for space in self._spaces:
-            space.gradients.factor = 1.0
+            space.gradients.expect(1.0)
         scaled = loss if factor == 1.0 else loss * factor
         for pager in self._pagers:
             pager.transport.begin_backward(reentrant=False)  # also where no parameter gets a gradient
@@ -257,10 +257,8 @@ class Engine:
         for space in self._spaces:
             space.gradients.forget_backwards()
         self._claim()
-        for record in self._records():
-            stepped_by = None if record.stepped_by is None else record.stepped_by()
-            if stepped_by is None or stepped_by is self._sharded:
-                record.drop_gradient()
+        for record in self._own_records():
+            record.drop_gradient()
 
     def _claim(self) -> None:
         """Say that this engine steps its optimizer's parameters: another engine of the model leaves their gradients."""
@@ -431,7 +429,7 @@ class Engine:
             self._release()
 
     def _release(self) -> None:
-        for record in self._records():
+        for record in self._own_records():
             record.drop_gradient()
             if record.accumulator is not None:
                 record.accumulator.release()
@@ -458,6 +456,15 @@ class Engine:
 
     def _records(self) -> list[Record]:
         return list(dict.fromkeys(record_of(p) for p in self.module.parameters() if isinstance(p, PagedTensor)))
+
+    def _own_records(self) -> list[Record]:
+        """Those of the model that no other engine steps."""
+        found = []
+        for record in self._records():
+            stepped_by = None if record.stepped_by is None else record.stepped_by()
+            if stepped_by is None or stepped_by is self._sharded:
+                found.append(record)
+        return found
 
     def _require_open(self) -> None:
         if self._closed:

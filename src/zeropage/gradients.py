@@ -263,8 +263,8 @@ class Gradients:
         self._task = -1
         self._outermost: FrameType | None = None
         self.looks_for_nonfinite = False  # set by an engine that skips steps
-        self.outside_factor: float | None = 1.0  # times gradients of backwards that no engine runs; None refuses them
-        self.factor: float | None = 1.0  # times gradients of the present backward
+        self._outside_factor: float | None = 1.0  # the same for a backward that nobody has announced
+        self._factor: float | None = 1.0  # times gradients of the present backward
         self.backwards = 0  # backward passes that brought gradients, since the engine's last step
         self.first_nonfinite = ""  # the first parameter in this rank's backwards whose gradient was not finite
         pager.adopt = self.adopt
@@ -327,14 +327,25 @@ class Gradients:
         if task != -1 and not nested:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
+    def expect(self, factor: float) -> None:
+        """A backward begins whose gradients are to be multiplied by `factor`."""
+        _, outermost = _backwards_on_stack()
+        if self._outermost is not None and self._outermost is not outermost:
+            self.end_backward()  # the last one ended in an exception
+        self._factor = factor
+
+    def weigh_others(self, factor: float | None) -> None:
+        """Multiply gradients of backwards that nobody has announced by `factor`; None refuses them."""
+        self._outside_factor = self._factor = factor
+
     def weight(self, name: str) -> float:
         """What a gradient of the present backward is multiplied by."""
-        if self.factor is None:
+        if self._factor is None:
             raise GradientError(
                 f"a gradient of {name!r} came from a loss that was not scaled, as fp16 needs it: write "
                 "engine.backward(loss), or engine.scale(loss).backward()"
             )
-        return self.factor
+        return self._factor
 
     def inspect(self, name: str, gradient: torch.Tensor) -> None:
         """Note where a non-finite gradient of this rank appears first: sums do not tell who brought it."""
@@ -344,7 +355,7 @@ class Gradients:
     def end_backward(self) -> None:
         self._task = -1
         self._outermost = None
-        self.factor = self.outside_factor
+        self._factor = self._outside_factor
         self.pager.transport.end_backward()
 
     def refresh(self) -> None:

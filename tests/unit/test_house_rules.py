@@ -59,8 +59,11 @@ def test_every_public_name_is_documented() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_only_the_transports_talk_to_other_ranks(path: Path) -> None:
-    """Checkpoints use torch's file format, which lives under the same name; the tensor face describes itself to it."""
-    if path.parent.name == "transport":
+    """Checkpoints use torch's file format, which lives under the same name; the tensor face describes itself to it.
+
+    DeepSpeed's own face of `torch.distributed` is among the names that `zeropage.deepspeed` stands for.
+    """
+    if path.parent.name in ("transport", "deepspeed"):
         return
     used = [module for module in _imports(ast.parse(path.read_text())) if module.startswith("torch.distributed")]
     assert all(module.startswith("torch.distributed.checkpoint") for module in used)

@@ -21,11 +21,14 @@ from zeropage.construct import pagers_of, space_of
 from zeropage.deepspeed import comm
 from zeropage.deepspeed.accelerator import get_accelerator
 from zeropage.deepspeed.consolidated import consolidated_state_dict, save_consolidated
+from zeropage.deepspeed.flops import FlopsProfiler
 from zeropage.deepspeed.getters import ConfigGetters
 from zeropage.deepspeed.loaders import data_loader
 from zeropage.deepspeed.logs import log_dist, logger
+from zeropage.deepspeed.monitor import MonitorMaster
 from zeropage.deepspeed.optimizer import ZeROOptimizer, optimizer_for
 from zeropage.deepspeed.parameter_offload import DeepSpeedZeRoOffload
+from zeropage.deepspeed.progress import Progress
 from zeropage.deepspeed.saving import check_no_loader, load_checkpoint, save_checkpoint
 from zeropage.deepspeed.settings import Settings
 from zeropage.engine import Engine
@@ -83,6 +86,11 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         self._step_applied = False
         self._coalescing = False
         self._compiled = False
+        self.monitor = MonitorMaster(settings.monitors, self.global_rank)
+        self._progress = Progress(settings, self.global_rank)
+        profile = settings.flops_profiler
+        self.flops_profiler = None if profile is None else FlopsProfiler(profile, model, self.global_rank)
+        self._losses: list[torch.Tensor] = []  # of this step, for monitors
         self._gradients = [space_of(pager).gradients for pager in self.zeropage_engine.pagers]
         self._weigh_direct_backwards()
         self.collate_fn = collate_fn
@@ -105,6 +113,7 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward; under `torch.autocast`, or with inputs cast to fp16, where the configuration says so."""
         with ExitStack() as around:
+            self._watch(around, "forward")
             if self._config.autocast is not None:
                 around.enter_context(torch.autocast(self.device.type, dtype=self._config.autocast))
             if self._config.cast_inputs:
@@ -124,7 +133,11 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
             )
         steps = self.gradient_accumulation_steps()
         share = loss / steps if scale_wrt_gas and steps > 1 else loss
-        self.zeropage_engine.backward(share, retain_graph=retain_graph)
+        if self.monitor.enabled:
+            self._losses.append(loss.detach())
+        with ExitStack() as around:
+            self._watch(around, "backward")
+            self.zeropage_engine.backward(share, retain_graph=retain_graph)
         return share
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -136,7 +149,7 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
 
     def _mark_scaled(self, gradient: torch.Tensor) -> None:
         for gradients in self._gradients:
-            gradients.factor = 1.0 / self.gradient_accumulation_steps()
+            gradients.expect(1.0 / self.gradient_accumulation_steps())
 
     def _weigh_direct_backwards(self) -> None:
         """What gradients of `loss.backward()` count: a share of the accumulation; in fp16 the loss must be scaled."""
@@ -144,7 +157,7 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
             return
         factor = None if self._config.precision == "fp16" else 1.0 / self.gradient_accumulation_steps()
         for gradients in self._gradients:
-            gradients.outside_factor = gradients.factor = factor
+            gradients.weigh_others(factor)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,7 +185,7 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         """Drop all gradients, also those accumulated so far (all ranks together). `step` does so by itself."""
         self.zeropage_engine.zero_grad()
 
-    # -- step
+    # -- step, and what is told of it
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` applies the gradients."""
@@ -207,11 +220,38 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         if not due:
             return
         self.optimizer._opt_called = True
-        with self._scheduler_given(lr_kwargs):
+        with ExitStack() as around:
+            self._watch(around, "step")
+            around.enter_context(self._scheduler_given(lr_kwargs))
             result = self.zeropage_engine.step()
         self.optimizer.take_note(result)
         self._step_applied = result.applied
         self.global_samples += self.train_batch_size()
+        self._report()
+
+    def _watch(self, around: ExitStack, phase: str) -> None:
+        """Time what follows, and count its operations, where the configuration asks for it."""
+        around.enter_context(self._progress.phase(phase))
+        if self.flops_profiler is not None:
+            around.enter_context(self.flops_profiler.counting(self.global_steps + 1))
+
+    def _report(self) -> None:
+        """A boundary has passed."""
+        self._progress.step_done(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom())
+        if self.flops_profiler is not None:
+            self.flops_profiler.step_done(self.global_steps)
+        if self.monitor.enabled:
+            self._write_events()
+
+    def _write_events(self) -> None:
+        events = [("Train/Samples/lr", float(self.get_lr()[0]), self.global_samples)]
+        if self._losses:
+            loss = float(torch.stack(self._losses).float().mean())
+            events.append(("Train/Samples/train_loss", loss, self.global_samples))
+            self._losses.clear()
+        if self.fp16_enabled():
+            events.append(("Train/Samples/loss_scale", self.zeropage_engine.loss_scale, self.global_samples))
+        self.monitor.write_events(events)
 
     @contextmanager
     def _scheduler_given(self, lr_kwargs: Mapping[str, Any] | None) -> Iterator[None]:
@@ -575,8 +615,9 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
 
     def destroy(self) -> None:
         """End the engine (all ranks together). The model stays sharded and readable until it is dropped."""
-        for gradients in self._gradients:
-            gradients.outside_factor = gradients.factor = 1.0
+        if self.basic_optimizer is not None:
+            for gradients in self._gradients:
+                gradients.weigh_others(1.0)
         self.zeropage_engine.close()
 
 
