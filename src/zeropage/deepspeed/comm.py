@@ -47,13 +47,20 @@ def _unprofiled(function: _F) -> _F:
     return call  # type: ignore[return-value]  # the same function, with more keywords
 
 
+def _newest(*names: str) -> Any:
+    """The function of torch of the first name that this version has (some got new names)."""
+    return next(vars(dist)[name] for name in names if name in vars(dist))
+
+
+_gather_into_one = _newest("all_gather_single", "all_gather_into_tensor")
+_scatter_from_one = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 all_gather = _unprofiled(dist.all_gather)
-all_gather_into_tensor = _unprofiled(dist.all_gather_into_tensor)
+all_gather_into_tensor = _unprofiled(_gather_into_one)
 all_gather_object = _unprofiled(dist.all_gather_object)
 all_reduce = _unprofiled(dist.all_reduce)
 all_to_all = _unprofiled(dist.all_to_all)
 all_to_all_single = _unprofiled(dist.all_to_all_single)
-allgather_fn = _unprofiled(dist.all_gather_into_tensor)
+allgather_fn = _unprofiled(_gather_into_one)
 barrier = _unprofiled(dist.barrier)
 broadcast = _unprofiled(dist.broadcast)
 broadcast_object_list = _unprofiled(dist.broadcast_object_list)
@@ -68,8 +75,8 @@ new_group = dist.new_group
 recv = _unprofiled(dist.recv)
 reduce = _unprofiled(dist.reduce)
 reduce_scatter = _unprofiled(dist.reduce_scatter)
-reduce_scatter_fn = _unprofiled(dist.reduce_scatter_tensor)
-reduce_scatter_tensor = _unprofiled(dist.reduce_scatter_tensor)
+reduce_scatter_fn = _unprofiled(_scatter_from_one)
+reduce_scatter_tensor = _unprofiled(_scatter_from_one)
 scatter = _unprofiled(dist.scatter)
 send = _unprofiled(dist.send)
 
