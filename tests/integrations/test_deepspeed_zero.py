@@ -240,7 +240,10 @@ def _hooks(trained: bool) -> None:
     assert isinstance(offload, DeepSpeedZeRoOffload)
     for step in range(2):
         with zero.GatheredParameters(engine.module.parameters()):
-            for _, parameter in [*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()]:
+            for _, parameter in [
+                *offload.module.named_parameters(recurse=True),
+                *offload.module.ds_external_parameters(),
+            ]:
                 parameter.ds_active_sub_modules.clear()
             for hook in [*offload.forward_hooks, *offload.backward_hooks]:
                 hook.remove()
@@ -269,7 +272,10 @@ def test_hooks_that_are_taken_off(trained: bool) -> None:
 
 def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSpeed's own numbers for one billion parameters on eight GPUs (from its documentation of the function)."""
-    from zeropage.deepspeed.estimates import estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs
+    from zeropage.deepspeed.estimates import (
+        estimate_zero2_model_states_mem_needs,
+        estimate_zero3_model_states_mem_needs,
+    )
 
     host, gpu, layer = estimate_zero3_model_states_mem_needs(2_851_000_000, 32_000_000, 8, 1)
     assert (round(host / 2**30, 2), round(gpu / 2**30, 2), layer) == (71.69, 0.12, 128_000_000)

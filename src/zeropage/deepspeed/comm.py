@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
 
 from zeropage.deepspeed.logs import log_dist, logger
 from zeropage.errors import ConfigError
@@ -149,7 +151,7 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
     if others:
         raise ConfigError(f"only data parallelism is there, so mesh sizes {others} must be 1; use all ranks for data")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return dist.init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    return init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def init_distributed(
@@ -189,7 +191,7 @@ def init_distributed(
     rank = int(os.environ.get("RANK", 0)) if rank < 0 else rank
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size < 0 else world_size
     if init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
         return
     if init_method is None:
         if "MASTER_ADDR" not in os.environ:

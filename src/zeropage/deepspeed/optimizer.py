@@ -186,7 +186,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """By group: this rank's slices in fp32, one after the other (a copy)."""
-        return [torch.cat([_exact_slice(p) for p in group["params"]] or [torch.empty(0)]) for group in self.param_groups]
+        return [
+            torch.cat([_exact_slice(p) for p in group["params"]] or [torch.empty(0)]) for group in self.param_groups
+        ]
 
     @property
     def fp16_groups(self) -> list[list[torch.Tensor]]:

@@ -43,7 +43,7 @@ _BATCH_SIZES = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", 
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What DeepSpeed's `Init` overrides in tensors that are made inside; parameters alone here, and by `dtype` alone."""
+    """What DeepSpeed's `Init` overrides in tensors made inside; here it is the dtype, and of parameters alone."""
 
     dtype = 1
     device = 2
