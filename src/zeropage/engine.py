@@ -33,7 +33,14 @@ from zeropage.tensor import PagedTensor
 __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
-_OF_A_STEP = {"precision", "cast_frozen", "loss_scale", "skip_nonfinite", "clip_grad_norm", "accumulate"}  # settings of each engine
+_OF_A_STEP = {
+    "precision",
+    "cast_frozen",
+    "loss_scale",
+    "skip_nonfinite",
+    "clip_grad_norm",
+    "accumulate",
+}  # settings of each engine
 _BAD_STEPS = 10  # skipped in a row, with nothing that a lower loss scale could help, before training is given up
 
 
