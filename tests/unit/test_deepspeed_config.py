@@ -111,7 +111,8 @@ def with_key(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def _seen(config: dict[str, Any]) -> Settings:
-    return dataclasses.replace(read_settings(config, 2), raw={})
+    """What a configuration comes to, less what is only shown again under the name that it was given."""
+    return dataclasses.replace(read_settings(config, 2), raw={}, prescale_gradients=False)
 
 
 def _keys(treatment: Treatment) -> list[str]:

@@ -2,7 +2,7 @@
 
 One entry for a module: names given one by one ("module:attribute" of zeropage or of torch), whole modules of
 zeropage whose public names it shows, and names that are out of scope with the reason. What is not listed does not
-exist, as in a DeepSpeed of another version; INTEGRATION in docs/deepspeed.md says how the list came about.
+exist, as in a DeepSpeed of another version.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ def _from(module: str, *names: str) -> dict[str, str]:
 _OPTIMIZERS = _from(
     "optimizers", "FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion"
 )
-_ZERO = _from(
-    "zero", "Init", "GatheredParameters", "register_external_parameter", "unregister_external_parameter",
-    "ZeroParamStatus", "ZeroParamType", "TiledLinear", "TiledLinearReturnBias", "unwrap_model_for_generation",
-)  # fmt: skip
+_ZERO = (f"{_US}.zero",)
+_NOT_IN_ZERO = {
+    "TiledLinear": "a linear layer of any size is paged, a frame at a time; use nn.Linear",
+    "TiledLinearReturnBias": "a linear layer of any size is paged, a frame at a time; use nn.Linear",
+    "MiCS_Init": "parameters are cut over all ranks; use Init",
+}
 _ESTIMATES = (f"{_US}.estimates",)
 _BUILDERS = (
     "CPUAdamBuilder", "CPUAdagradBuilder", "CPULionBuilder", "AsyncIOBuilder", "GDSBuilder", "FusedAdamBuilder",
@@ -56,7 +58,9 @@ _BUILDERS = (
 MODULES: Mapping[str, Names] = {
     "deepspeed": Names(
         {
-            **_from("engine", "DeepSpeedEngine", "initialize"),
+            **_from("engine", "DeepSpeedEngine"),
+            # in a file of another name: a module `initialize` would hide the function in this package
+            **_from("initialization", "initialize"),
             **_from("alias", "install", "uninstall", "installed"),
             **_from("optimizer", "DeepSpeedOptimizer"),
             **_from("logs", "log_dist", "logger"),
@@ -65,7 +69,6 @@ MODULES: Mapping[str, Names] = {
             **_from("accelerate_state", "init_distributed"),
             **_from("arguments", "add_config_arguments"),
             **_from("settings", "Settings", "read_settings"),
-            **_from("zero", "TiledLinear"),
             "DeepSpeedConfig": f"{_US}.config_object:DeepSpeedConfig",
             "DeepSpeedConfigError": "zeropage.errors:ConfigError",
             "__version__": f"{_US}.alias:VERSION",
@@ -129,12 +132,7 @@ MODULES: Mapping[str, Names] = {
     "deepspeed.runtime": Names(),
     "deepspeed.runtime.activation_checkpointing": Names(),
     "deepspeed.runtime.activation_checkpointing.checkpointing": Names(whole=(f"{_US}.checkpointing",)),
-    "deepspeed.runtime.base_optimizer": Names(
-        {
-            "DeepSpeedOptimizer": f"{_US}.optimizer:DeepSpeedOptimizer",
-            "ZeROOptimizer": f"{_US}.optimizer:DeepSpeedOptimizer",
-        }
-    ),
+    "deepspeed.runtime.base_optimizer": Names(_from("optimizer", "DeepSpeedOptimizer", "ZeROOptimizer")),
     "deepspeed.runtime.config": Names(
         {
             "DeepSpeedConfig": f"{_US}.config_object:DeepSpeedConfig",
@@ -158,29 +156,20 @@ MODULES: Mapping[str, Names] = {
     ),
     "deepspeed.runtime.swap_tensor": Names({"MIN_SWAPPABLE_BYTES": f"{_US}.launcher_names:MIN_SWAPPABLE_BYTES"}),
     "deepspeed.runtime.utils": Names(_from("runtime_utils", "move_to_device", "see_memory_usage")),
-    "deepspeed.runtime.zero": Names(_ZERO),
+    "deepspeed.runtime.zero": Names(whole=_ZERO, out_of_scope=_NOT_IN_ZERO),
     "deepspeed.runtime.zero.config": Names(_from("runtime_utils", "ZeroStageEnum")),
-    "deepspeed.runtime.zero.parameter_offload": Names(
-        {"DeepSpeedZeRoOffload": f"{_US}.optimizer:DeepSpeedZeRoOffload"}
-    ),
+    "deepspeed.runtime.zero.parameter_offload": Names(_from("parameter_offload", "DeepSpeedZeRoOffload")),
     "deepspeed.runtime.zero.partition_parameters": Names(
-        {
-            **_ZERO,
-            **_from("runtime_utils", "zero_wrapper_for_fp_tensor_constructor"),
-            "_orig_torch_arange": "torch:arange",
-            "get_accelerator": f"{_US}.accelerator:get_accelerator",
-        }
+        {"_orig_torch_arange": "torch:arange"}, (f"{_US}.partition_parameters",)
     ),
     "deepspeed.runtime.zero.stage3": Names(
         {
-            "DeepSpeedZeroOptimizer_Stage3": f"{_US}.optimizer:DeepSpeedOptimizer",
-            **_from("zero", "unwrap_model_for_generation"),
+            **_from("optimizer", "DeepSpeedZeroOptimizer_Stage3"),
+            **_from("generation", "unwrap_model_for_generation"),
         },
         _ESTIMATES,
     ),
-    "deepspeed.runtime.zero.stage_1_and_2": Names(
-        {"DeepSpeedZeroOptimizer": f"{_US}.optimizer:DeepSpeedOptimizer"}, _ESTIMATES
-    ),
+    "deepspeed.runtime.zero.stage_1_and_2": Names(_from("optimizer", "DeepSpeedZeroOptimizer"), _ESTIMATES),
     "deepspeed.sequence": Names(),
     "deepspeed.sequence.layer": Names(out_of_scope={"DistributedAttention": _SEQUENCE_PARALLEL}),
     "deepspeed.utils": Names(whole=(f"{_US}.utils",)),
@@ -202,7 +191,7 @@ MODULES: Mapping[str, Names] = {
     "deepspeed.utils.torch": Names(_from("runtime_utils", "required_torch_version")),
     "deepspeed.utils.z3_leaf_module": Names(whole=(f"{_US}.leaf_modules",)),
     "deepspeed.utils.zero_to_fp32": Names(whole=(f"{_US}.zero_to_fp32",)),
-    "deepspeed.zero": Names(_ZERO),
+    "deepspeed.zero": Names(whole=_ZERO, out_of_scope=_NOT_IN_ZERO),
 }
 
 

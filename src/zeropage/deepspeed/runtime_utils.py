@@ -16,7 +16,6 @@ __all__ = [
     "move_to_device",
     "required_torch_version",
     "see_memory_usage",
-    "zero_wrapper_for_fp_tensor_constructor",
 ]
 
 
@@ -66,13 +65,3 @@ def required_torch_version(min_version: float | None = None, max_version: float 
 def _parts(version: float) -> tuple[int, int]:
     major, _, minor = str(version).partition(".")
     return int(major), int(minor or 0)
-
-
-def zero_wrapper_for_fp_tensor_constructor(
-    function: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype
-) -> Callable[..., torch.Tensor]:
-    """`function` itself. DeepSpeed casts what tensor constructors make inside `zero.Init`; here nothing is replaced.
-
-    transformers puts a wrapper of its own under this name for the time of `zero.Init`, and takes it back.
-    """
-    return function

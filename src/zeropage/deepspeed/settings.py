@@ -134,6 +134,7 @@ class Settings:
     dataloader_drop_last: bool
     log_level: str | None
     communication_data_type: str | None
+    prescale_gradients: bool
 
 
 def read_settings(config: Mapping[str, Any] | str | Path, world: int) -> Settings:
@@ -192,6 +193,7 @@ def read_settings(config: Mapping[str, Any] | str | Path, world: int) -> Setting
         dataloader_drop_last=bool(raw.get("dataloader_drop_last", False)),
         log_level=raw.get("log_level"),
         communication_data_type=raw.get("communication_data_type"),
+        prescale_gradients=bool(raw.get("prescale_gradients", False)),
     )
 
 
