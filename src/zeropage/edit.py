@@ -80,6 +80,7 @@ class gather(Edits):
 
     def __enter__(self) -> gather:
         if self._writer is not None:
+            self._refuse_other_writer()
             self._pages = [page for page in self._pages if page.edits is None]  # nested: the outer block keeps them
             for pager in self._pagers():
                 pager.close_batch()
@@ -107,6 +108,16 @@ class gather(Edits):
         finally:
             if self._file is not None:
                 self._file.close()
+
+    def _refuse_other_writer(self) -> None:
+        """The outer block would drop what another rank writes inside."""
+        for page in self._pages:
+            outer = page.edits
+            if isinstance(outer, gather) and outer._writer != self._writer:
+                raise ConfigError(
+                    f"{page.name!r} is edited by rank {outer._writer} in the block around this one, and rank "
+                    f"{self._writer} is to edit it here; close the outer block first, or name the same rank"
+                )
 
     def _pagers(self) -> list[Pager]:
         return list(dict.fromkeys(page.pager for page in self._pages))

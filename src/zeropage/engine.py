@@ -133,6 +133,8 @@ class Engine:
             self._bad_loss = True
         self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
+        for space in self._spaces:
+            space.gradients.expect(1.0)
         scaled = loss if factor == 1.0 else loss * factor
         for pager in self._pagers:
             pager.transport.begin_backward(reentrant=False)  # also where no parameter gets a gradient
@@ -262,10 +264,8 @@ class Engine:
         for space in self._spaces:
             space.gradients.forget_backwards()
         self._claim()
-        for record in self._records():
-            stepped_by = None if record.stepped_by is None else record.stepped_by()
-            if stepped_by is None or stepped_by is self._sharded:
-                record.drop_gradient()
+        for record in self._own_records():
+            record.drop_gradient()
 
     def _claim(self) -> None:
         """Say that this engine steps its optimizer's parameters: another engine of the model leaves their gradients."""
@@ -308,6 +308,7 @@ class Engine:
         *,
         keep: int | None = None,
         trainable_only: bool = False,
+        latest: bool = True,
         data_loader: Stateful | None = None,
     ) -> str:
         """Save model, optimizer, scheduler, counters and `client_state` under `folder/tag` (all ranks together).
@@ -324,6 +325,7 @@ class Engine:
                 failure is raised by the next `step`, `save`, `load` or `close`, on all ranks.
             keep: remove all but the newest `keep` checkpoints once this one is published.
             trainable_only: leave frozen parameters out; `load` then leaves those of the model as they are.
+            latest: False leaves the file `latest` as it is: `load` takes this checkpoint by its tag only.
             data_loader: anything with `state_dict()` and `load_state_dict()`; its position is kept for each rank.
 
         Returns:
@@ -336,8 +338,9 @@ class Engine:
         self._require_open()
         self._finish_save()
         self._saving = begin_save(
-            self, Path(folder), tag, client_state, keep=keep, trainable_only=trainable_only, data_loader=data_loader
-        )
+            self, Path(folder), tag, client_state,
+            keep=keep, trainable_only=trainable_only, latest=latest, data_loader=data_loader,
+        )  # fmt: skip
         for pager in self._pagers:
             pager.before_writes = self._saving.await_written
         tag = self._saving.tag
@@ -351,11 +354,14 @@ class Engine:
         tag: str | None = None,
         weights_only: bool = False,
         *,
+        strict: bool = True,
         data_loader: Stateful | None = None,
     ) -> LoadResult:
         """Load what `save` or DeepSpeed wrote, on any number of ranks (all ranks together). Default: the latest tag.
 
         A checkpoint of DeepSpeed is converted first, each time; see `zeropage import-deepspeed`.
+
+        `strict=False` leaves parameters and buffers alone that only the checkpoint has, or only the model.
 
         Random generators and `data_loader` go on where they stood if as many ranks load as saved; otherwise they
         are left alone (`LoadResult.restored_ranks` tells), since their states belong to ranks.
@@ -367,7 +373,9 @@ class Engine:
         self._require_open()
         self._finish_save()
         with opened(self, Path(folder), tag) as found:
-            return load_checkpoint(self, found, tag, weights_only=weights_only, data_loader=data_loader)
+            return load_checkpoint(
+                self, found, tag, weights_only=weights_only, strict=strict, data_loader=data_loader
+            )
 
     def _finish_save(self) -> None:
         """Wait for a save under way (all ranks together)."""
@@ -428,7 +436,7 @@ class Engine:
             self._release()
 
     def _release(self) -> None:
-        for record in self._records():
+        for record in self._own_records():
             record.drop_gradient()
             if record.accumulator is not None:
                 record.accumulator.release()
@@ -455,6 +463,15 @@ class Engine:
 
     def _records(self) -> list[Record]:
         return list(dict.fromkeys(record_of(p) for p in self.module.parameters() if isinstance(p, PagedTensor)))
+
+    def _own_records(self) -> list[Record]:
+        """Those of the model that no other engine steps."""
+        found = []
+        for record in self._records():
+            stepped_by = None if record.stepped_by is None else record.stepped_by()
+            if stepped_by is None or stepped_by is self._sharded:
+                found.append(record)
+        return found
 
     def _require_open(self) -> None:
         if self._closed:

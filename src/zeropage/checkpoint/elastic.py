@@ -78,6 +78,7 @@ def begin_save(
     *,
     keep: int | None,
     trainable_only: bool,
+    latest: bool,
     data_loader: Stateful | None,
 ) -> Save:
     """Begin to write what `Engine.save` says. The values are read while they lie where they are."""
@@ -112,7 +113,7 @@ def begin_save(
         if lock is not None:
             lock.release()
         raise
-    about = About(tag, engine.global_step, transport.world, keep, {"torch": str(torch.__version__)})
+    about = About(tag, engine.global_step, transport.world, keep, {"torch": str(torch.__version__)}, latest)
     return Save(transport.rank, folder / made, parts, about, lock, engine.pagers[0].config.timeout_s)
 
 
@@ -134,7 +135,13 @@ def end_save(engine: Engine, saving: Save) -> None:
 
 
 def load_checkpoint(
-    engine: Engine, folder: Path, tag: str | None, *, weights_only: bool, data_loader: Stateful | None
+    engine: Engine,
+    folder: Path,
+    tag: str | None,
+    *,
+    weights_only: bool,
+    strict: bool = True,
+    data_loader: Stateful | None = None,
 ) -> LoadResult:
     """See `Engine.load`. Everything is read and checked, on all ranks, before anything is changed."""
     sharded = None if weights_only else engine.sharded_optimizer
@@ -148,7 +155,7 @@ def load_checkpoint(
             manifest.check(path, sorted(manifest.files)[transport.rank :: transport.world])
         metadata = FileSystemReader(path).read_metadata()
         extra = read_extra(path, metadata)
-        _check_model(engine, metadata, extra, path)
+        _check_model(engine, metadata, extra, path, strict=strict)
         if sharded is not None:
             _check_optimizer(engine, sharded, extra, path)
         world = extra.get("world", 0)
@@ -156,7 +163,10 @@ def load_checkpoint(
         restored = not weights_only and world == transport.world and own in metadata.state_dict_metadata
         of_rank = read_packed(path, metadata, own) if restored else {}
     left_out = set(extra.get("left_out", ()))
-    targets = {n: value for n, value in _model(engine).items() if n not in left_out}
+    there = metadata.state_dict_metadata
+    targets = {
+        n: value for n, value in _model(engine).items() if n not in left_out and (strict or f"model.{n}" in there)
+    }
     # [Note: in place] Where every byte has been checked, values are read into the model itself: one part at a time is
     # in memory besides. Without checksums (format 1) they are read into memory of their own first.
     checked = manifest is not None
@@ -270,6 +280,7 @@ def _parts(
         "version": VERSION,
         "world": engine.pagers[0].transport.world,
         "left_out": left_out,
+        "frozen": _frozen(engine),
         "progress": engine.progress(),
         "groups": _groups(engine),
         "state": _small_state(engine),
@@ -386,7 +397,7 @@ def read_packed(path: Path, metadata: Metadata, key: str) -> dict[str, Any]:
     return values
 
 
-def _check_model(engine: Engine, metadata: Metadata, extra: dict[str, Any], path: Path) -> None:
+def _check_model(engine: Engine, metadata: Metadata, extra: dict[str, Any], path: Path, *, strict: bool) -> None:
     saved = metadata.state_dict_metadata
     left_out = set(extra.get("left_out", ()))
     here = _model(engine)
@@ -394,13 +405,13 @@ def _check_model(engine: Engine, metadata: Metadata, extra: dict[str, Any], path
     for name, value in here.items():
         described = saved.get(f"model.{name}")
         if not isinstance(described, TensorStorageMetadata):
-            if name not in left_out:
+            if strict and name not in left_out:
                 problems.append(f"{name} is missing")
         elif described.size != value.shape:
             problems.append(f"{name} has shape {tuple(described.size)} there and {tuple(value.shape)} here")
     for key, described in saved.items():
         name = key.removeprefix("model.")
-        if name != key and name not in here and _has_elements(described):
+        if strict and name != key and name not in here and _has_elements(described):
             problems.append(f"{name} is not in the model")
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems[:8])}")

@@ -146,7 +146,7 @@ def stage(folder: Path, tag: str) -> Path:
     return staging
 
 
-def publish(staging: Path, manifest: Manifest, keep: int | None) -> None:
+def publish(staging: Path, manifest: Manifest, keep: int | None, *, latest: bool = True) -> None:
     """Give the checkpoint in `staging` its name, point `latest` at it, then remove all but the newest `keep`."""
     folder, tag = staging.parent, manifest.tag
     manifest.write(staging)
@@ -158,10 +158,11 @@ def publish(staging: Path, manifest: Manifest, keep: int | None) -> None:
     else:
         staging.rename(target)
     sync(folder)
-    pointer = folder / f".{LATEST}.new"
-    write_durably(pointer, tag.encode())
-    pointer.rename(folder / LATEST)
-    sync(folder)
+    if latest:
+        pointer = folder / f".{LATEST}.new"
+        write_durably(pointer, tag.encode())
+        pointer.rename(folder / LATEST)
+        sync(folder)
     if keep is not None:
         for old in tags(folder)[:-keep]:
             if old != tag:

@@ -58,6 +58,7 @@ class About:
     world: int
     keep: int | None
     versions: dict[str, str]
+    latest: bool = True  # whether the file `latest` is to name it
 
 
 class _Aborted(Exception):
@@ -200,7 +201,7 @@ class Save:
         files[METADATA] = FileSum(len(metadata), zlib.crc32(metadata))
         about = self._about
         manifest = Manifest(about.tag, about.step, about.world, files, about.versions)
-        publish(self._staging, manifest, about.keep)
+        publish(self._staging, manifest, about.keep, latest=about.latest)
 
 
 def _report(staging: Path, rank: int) -> Path:
