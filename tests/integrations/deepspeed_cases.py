@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.harness.models import build_mlp, mlp_batch
 from tests.scenarios.beside import averaged_backward, plain_copy
 from zeropage.deepspeed.engine import DeepSpeedEngine
-from zeropage.deepspeed.initialize import initialize
+from zeropage.deepspeed.initialization import initialize
 
 __all__ = ["Beside", "config", "engine_of", "loss_of"]
 

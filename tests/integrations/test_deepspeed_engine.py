@@ -20,7 +20,7 @@ from tests.harness.models import MLP, build_mlp, mlp_batch
 from tests.integrations.deepspeed_cases import Beside, config, engine_of, loss_of, rank
 from tests.scenarios.beside import plain_copy, same, same_parameters
 from zeropage.deepspeed.engine import DeepSpeedEngine
-from zeropage.deepspeed.initialize import initialize
+from zeropage.deepspeed.initialization import initialize
 from zeropage.deepspeed.optimizer import DeepSpeedOptimizer
 from zeropage.deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from zeropage.errors import ConfigError, GradientError

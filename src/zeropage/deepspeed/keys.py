@@ -51,6 +51,10 @@ def _refused(note: str, *off: Any, on_by_default: bool = False) -> Key:
     return Key(Treatment.REFUSED, note, (None, False, "auto", *off), on_by_default)
 
 
+def _refused_if_false(note: str) -> Key:
+    return Key(Treatment.REFUSED, note, (None, True, "auto"))
+
+
 _OWN_MESSAGES = "zeropage sizes its own messages"
 _OWN_READAHEAD = "pages are read ahead along the order last seen; a wrong guess costs time only"
 _NO_BUFFERS = "there are no flat buffers"
@@ -62,8 +66,8 @@ KEYS: Mapping[str, Key] = {
     "train_batch_size": _honoured("samples of a step on all ranks"),
     "train_micro_batch_size_per_gpu": _honoured("samples of a micro-batch on one rank"),
     "gradient_accumulation_steps": _honoured("micro-batches of a step"),
-    "managed_gradient_accumulation": _refused(
-        "the engine counts micro-batches; say where a step ends with `set_gradient_accumulation_boundary`", True
+    "managed_gradient_accumulation": _refused_if_false(
+        "the engine counts micro-batches; say where a step ends with `set_gradient_accumulation_boundary`"
     ),
     "dataloader_drop_last": _honoured("for `deepspeed_io` and `training_data`"),
     # -- what is told
@@ -165,7 +169,7 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.allgather_bucket_size": _silent(_OWN_MESSAGES),
     "zero_optimization.overlap_comm": _silent("gathers and reductions overlap compute always"),
     "zero_optimization.compute_grad_norm": _silent("the norm costs nothing extra"),
-    "zero_optimization.load_from_fp32_weights": _refused("checkpoints hold the fp32 masters; remove it", True),
+    "zero_optimization.load_from_fp32_weights": _refused_if_false("checkpoints hold the fp32 masters; remove it"),
     "zero_optimization.elastic_checkpoint": _silent("every checkpoint loads on any number of ranks"),
     "zero_optimization.sub_group_size": _silent("each parameter is stepped by itself"),
     "zero_optimization.stage3_prefetch_bucket_size": _silent(_OWN_READAHEAD),

@@ -127,13 +127,14 @@ class Settings:
     monitors: MonitorSettings
     flops_profiler: FlopsProfilerSettings | None
     activation_checkpointing: dict[str, Any]
+    """What takes effect in that block: `cpu_checkpointing`."""
+
     gather_16bit_on_save: bool
     zero_force_ds_cpu_optimizer: bool
     dataloader_drop_last: bool
     log_level: str | None
     communication_data_type: str | None
     prescale_gradients: bool
-    gradient_predivide_factor: float
 
 
 def read_settings(config: Mapping[str, Any] | str | Path, world: int) -> Settings:
@@ -177,7 +178,9 @@ def read_settings(config: Mapping[str, Any] | str | Path, world: int) -> Setting
         throughput=bool(section(section(raw, "timers"), "throughput").get("enabled", True)),
         monitors=_monitors(raw),
         flops_profiler=_flops_profiler(raw),
-        activation_checkpointing=dict(section(raw, "activation_checkpointing")),
+        activation_checkpointing={
+            "cpu_checkpointing": bool(section(raw, "activation_checkpointing").get("cpu_checkpointing", False))
+        },
         gather_16bit_on_save=any(
             zero.get(name, False)
             for name in (
@@ -191,7 +194,6 @@ def read_settings(config: Mapping[str, Any] | str | Path, world: int) -> Setting
         log_level=raw.get("log_level"),
         communication_data_type=raw.get("communication_data_type"),
         prescale_gradients=bool(raw.get("prescale_gradients", False)),
-        gradient_predivide_factor=_number(raw, "gradient_predivide_factor", 1.0),
     )
 
 
