@@ -18,7 +18,7 @@ from tests.integrations.deepspeed_cases import config, engine_of, rank
 from tests.scenarios.beside import averaged_backward, plain_copy, same, same_parameters
 from zeropage.deepspeed import zero
 from zeropage.deepspeed.engine import DeepSpeedEngine
-from zeropage.deepspeed.initialize import initialize
+from zeropage.deepspeed.initialization import initialize
 from zeropage.deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 

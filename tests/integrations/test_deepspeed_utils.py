@@ -329,13 +329,13 @@ class _Checkpointed(nn.Module):
         return x
 
 
-def _checkpointed(through: str) -> None:
+def _checkpointed(through: str, on_host: bool) -> None:
     """With dropout, and inputs that need no gradient: the same numbers as without."""
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
-    checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=False, profile=False)
+    checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=on_host, profile=False)
     assert checkpointing.is_configured()
     made = []
     for kind in ("nothing", through):
@@ -352,8 +352,9 @@ def _checkpointed(through: str) -> None:
 
 
 @pytest.mark.parametrize("through", ["checkpoint", "function"])
-def test_checkpointing(through: str) -> None:
-    run(2, _checkpointed, through)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_checkpointing(through: str, on_host: bool) -> None:
+    run(2, _checkpointed, through, on_host)
 
 
 def test_random_states_by_name() -> None:

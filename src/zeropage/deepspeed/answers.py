@@ -77,6 +77,9 @@ class EngineAnswers(ConfigGetters):
     def gradient_accumulation_steps(self) -> int:
         return self._batch[1]
 
+    def managed_gradient_accumulation(self) -> bool:
+        return self._config.managed_accumulation
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, samples of a micro-batch on one rank, micro-batches of a step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
