@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zeropage as zp
-from tests.fixtures.make_deepspeed import FOLDER
+from tests.fixtures.make_deepspeed import CASES, FOLDER, LOSS_SCALE, MORE_STEPS, batch, build
 from tests.harness import run
 from tests.harness.models import build_mlp, mlp_batch
 from tests.integrations.deepspeed_cases import engine_of, rank
@@ -328,3 +328,37 @@ def test_zero_to_fp32_of_what_deepspeed_saved(name: str, tmp_path: Path) -> None
     assert masters
     for key, value in masters.items():
         assert torch.equal(found[key], value), key
+
+
+def _from_deepspeed(name: str) -> None:
+    """A folder of DeepSpeed's own, through the face: values, counters, client state, and the next losses."""
+    case, expected = CASES[name], load_file(FOLDER / name / "expected.safetensors")
+    model, optimizer = build(case)
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.zero_()  # so that whatever is right has been loaded
+    block: dict[str, Any] = {} if case.precision == "fp32" else {case.precision: {"enabled": True}}
+    if case.precision == "fp16":
+        block = {"fp16": {"enabled": True, **LOSS_SCALE}}
+    # (the data of the fixtures is the same on every rank, so that the number of ranks does not matter)
+    engine = engine_of(model, optimizer, zero_optimization={"stage": case.stage}, **block)
+    path, client_state = engine.load_checkpoint(FOLDER / name)
+    assert path is not None and Path(path).parent.name == f"global_step{case.steps}"
+    assert client_state == {"note": f"made as {name}"}
+    assert (engine.global_steps, engine.skipped_steps) == (case.steps, len(case.poisoned))
+    for key, parameter in model.named_parameters():
+        if f"master.{key}" in expected:
+            assert torch.equal(safe_get_full_fp32_param(parameter), expected[f"master.{key}"]), key
+    losses = []
+    for step in range(case.steps, case.steps + MORE_STEPS):
+        loss = engine(batch(step))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    assert losses == pytest.approx(expected["losses"].tolist(), rel=2e-3)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_deepspeed_saved(name: str) -> None:
+    run(2, _from_deepspeed, name)
