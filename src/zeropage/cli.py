@@ -149,6 +149,20 @@ def export(
         zeropage.export(checkpoint, out, max_shard_size, None if dtype is None else dtype.value)
 
 
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
+    add_help_option=False,
+)
+def run(
+    arguments: Annotated[list[str] | None, typer.Argument(help="See `zeropage run --help`.")] = None,
+) -> None:
+    """Start a program on several ranks: torchrun, with SLURM, hostfiles and the deepspeed launcher's options."""
+    from zeropage import launching  # torchrun's modules are wanted by this command alone
+
+    with _errors_as_text():
+        launching.main(arguments or ["--help"])
+
+
 def demo_program() -> Path:
     """The file of the example, in a checkout and in an installed package alike."""
     return Path(__file__).with_name("_examples") / "distill.py"

@@ -33,8 +33,15 @@ from zeropage.tensor import PagedTensor
 __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
-_OF_A_STEP = {"precision", "cast_frozen", "loss_scale", "clip_grad_norm", "accumulate"}  # settings of each engine
-_BAD_LOSSES = 10  # steps in a row with a non-finite loss before training is given up
+_OF_A_STEP = {
+    "precision",
+    "cast_frozen",
+    "loss_scale",
+    "skip_nonfinite",
+    "clip_grad_norm",
+    "accumulate",
+}  # settings of each engine
+_BAD_STEPS = 10  # skipped in a row, with nothing that a lower loss scale could help, before training is given up
 
 
 class Scheduler(Protocol):
@@ -83,7 +90,7 @@ class Engine:
         _check_effect(self.config, self._pagers)
         self._spaces = [space_of(pager) for pager in self._pagers]
         for space in self._spaces:
-            space.gradients.looks_for_nonfinite = self.config.precision == "fp16"
+            space.gradients.looks_for_nonfinite = self._may_skip
         self._closed = False
         self._saving: Save | None = None
         self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
@@ -122,10 +129,12 @@ class Engine:
         `loss.backward()` is as good, fp16 and accumulation aside.
         """
         self._require_open()
-        if self.config.precision == "fp16" and not bool(torch.isfinite(loss.detach()).all()):
+        if self._may_skip and not bool(torch.isfinite(loss.detach()).all()):
             self._bad_loss = True
         self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
+        for space in self._spaces:
+            space.gradients.expect(1.0)
         scaled = loss if factor == 1.0 else loss * factor
         for pager in self._pagers:
             pager.transport.begin_backward(reentrant=False)  # also where no parameter gets a gradient
@@ -155,14 +164,15 @@ class Engine:
     def step(self) -> StepResult:
         """To be called after every micro-batch; steps at every `accumulate`-th one (all ranks together).
 
-        All ranks step, or all skip. In fp16 a non-finite gradient skips the step and lowers the loss scale;
-        the scheduler does not advance.
+        All ranks step, or all skip. In fp16 a non-finite gradient skips the step and lowers the loss scale; with
+        `skip_nonfinite` it skips the step in any precision. The scheduler does not advance then.
 
         Raises:
             ConfigError: the engine has no optimizer.
             CheckpointError: a save with `wait=False` has failed; the step was made all the same.
-            NonFiniteError: fp16 only: the loss itself has been non-finite for more than ten steps, or
-                gradients still overflow at the smallest loss scale. Names the first bad parameter and rank.
+            NonFiniteError: where steps are skipped: more than ten in a row, for a loss that is not finite itself
+                or without a loss scale; or gradients still overflow at the smallest loss scale. Names the first bad
+                parameter and rank.
             DivergenceError, PeerLostError: see `Transport.meet`.
         """
         self._require_open()
@@ -192,7 +202,11 @@ class Engine:
             backwards=self._own_backwards + sum(space.gradients.backwards for space in self._spaces),
             save_failed=self._saving is not None and bool(self._saving.problem),
         )
-        return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self.config.precision == "fp16")
+        return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self._may_skip)
+
+    @property
+    def _may_skip(self) -> bool:
+        return self.config.precision == "fp16" or self.config.skip_nonfinite
 
     @property
     def _attempt(self) -> int:
@@ -200,20 +214,21 @@ class Engine:
         return self.global_step + self.skipped_steps + 1
 
     def _skip(self, verdict: Verdict) -> StepResult:
-        """No step: drop the gradients; lower the loss scale unless the loss itself is bad."""
-        scale, attempt = self.loss_scale, self._attempt
+        """No step: drop the gradients; in fp16 lower the loss scale, unless the loss itself is bad."""
+        scale, attempt, scaled = self.loss_scale, self._attempt, self.config.precision == "fp16"
         self.skipped_steps += 1
         self._bad_in_a_row += 1
         self._drop_gradients()
-        if not verdict.bad_loss:
+        if scaled and not verdict.bad_loss:
             self._scaler.update(True)
-        _log.warning("step %d skipped: %s; loss scale %g -> %g", attempt, verdict.reason, scale, self.loss_scale)
-        if self._scaler.exhausted and not verdict.bad_loss:
+        told = f"; loss scale {scale:g} -> {self.loss_scale:g}" if scaled else ""
+        _log.warning("step %d skipped: %s%s", attempt, verdict.reason, told)
+        if scaled and self._scaler.exhausted and not verdict.bad_loss:
             raise NonFiniteError(
                 f"{verdict.reason} at the smallest loss scale ({self.loss_scale:g}), at step {attempt}: scaling cannot "
                 "help. Look at the data and the learning rate, or train in bf16."
             )
-        if verdict.bad_loss and self._bad_in_a_row > _BAD_LOSSES:
+        if (verdict.bad_loss or not scaled) and self._bad_in_a_row > _BAD_STEPS:
             raise NonFiniteError(f"{verdict.reason}, for {self._bad_in_a_row} steps in a row; training cannot go on")
         return StepResult(False, self.grad_norm, scale, verdict.reason)
 
@@ -249,10 +264,8 @@ class Engine:
         for space in self._spaces:
             space.gradients.forget_backwards()
         self._claim()
-        for record in self._records():
-            stepped_by = None if record.stepped_by is None else record.stepped_by()
-            if stepped_by is None or stepped_by is self._sharded:
-                record.drop_gradient()
+        for record in self._own_records():
+            record.drop_gradient()
 
     def _claim(self) -> None:
         """Say that this engine steps its optimizer's parameters: another engine of the model leaves their gradients."""
@@ -295,6 +308,7 @@ class Engine:
         *,
         keep: int | None = None,
         trainable_only: bool = False,
+        latest: bool = True,
         data_loader: Stateful | None = None,
     ) -> str:
         """Save model, optimizer, scheduler, counters and `client_state` under `folder/tag` (all ranks together).
@@ -311,6 +325,7 @@ class Engine:
                 failure is raised by the next `step`, `save`, `load` or `close`, on all ranks.
             keep: remove all but the newest `keep` checkpoints once this one is published.
             trainable_only: leave frozen parameters out; `load` then leaves those of the model as they are.
+            latest: False leaves the file `latest` as it is: `load` takes this checkpoint by its tag only.
             data_loader: anything with `state_dict()` and `load_state_dict()`; its position is kept for each rank.
 
         Returns:
@@ -323,8 +338,9 @@ class Engine:
         self._require_open()
         self._finish_save()
         self._saving = begin_save(
-            self, Path(folder), tag, client_state, keep=keep, trainable_only=trainable_only, data_loader=data_loader
-        )
+            self, Path(folder), tag, client_state,
+            keep=keep, trainable_only=trainable_only, latest=latest, data_loader=data_loader,
+        )  # fmt: skip
         for pager in self._pagers:
             pager.before_writes = self._saving.await_written
         tag = self._saving.tag
@@ -338,11 +354,14 @@ class Engine:
         tag: str | None = None,
         weights_only: bool = False,
         *,
+        strict: bool = True,
         data_loader: Stateful | None = None,
     ) -> LoadResult:
         """Load what `save` or DeepSpeed wrote, on any number of ranks (all ranks together). Default: the latest tag.
 
         A checkpoint of DeepSpeed is converted first, each time; see `zeropage import-deepspeed`.
+
+        `strict=False` leaves parameters and buffers alone that only the checkpoint has, or only the model.
 
         Random generators and `data_loader` go on where they stood if as many ranks load as saved; otherwise they
         are left alone (`LoadResult.restored_ranks` tells), since their states belong to ranks.
@@ -354,7 +373,7 @@ class Engine:
         self._require_open()
         self._finish_save()
         with opened(self, Path(folder), tag) as found:
-            return load_checkpoint(self, found, tag, weights_only=weights_only, data_loader=data_loader)
+            return load_checkpoint(self, found, tag, weights_only=weights_only, strict=strict, data_loader=data_loader)
 
     def _finish_save(self) -> None:
         """Wait for a save under way (all ranks together)."""
@@ -415,7 +434,7 @@ class Engine:
             self._release()
 
     def _release(self) -> None:
-        for record in self._records():
+        for record in self._own_records():
             record.drop_gradient()
             if record.accumulator is not None:
                 record.accumulator.release()
@@ -443,6 +462,15 @@ class Engine:
     def _records(self) -> list[Record]:
         return list(dict.fromkeys(record_of(p) for p in self.module.parameters() if isinstance(p, PagedTensor)))
 
+    def _own_records(self) -> list[Record]:
+        """Those of the model that no other engine steps."""
+        found = []
+        for record in self._records():
+            stepped_by = None if record.stepped_by is None else record.stepped_by()
+            if stepped_by is None or stepped_by is self._sharded:
+                found.append(record)
+        return found
+
     def _require_open(self) -> None:
         if self._closed:
             raise ZeropageError("this engine is closed; make a new one with zp.Engine(model, ...)")
@@ -461,13 +489,18 @@ class Engine:
         for parameter in self.module.parameters():
             if not isinstance(parameter, PagedTensor) or not parameter.dtype.is_floating_point:
                 continue
-            if parameter.dtype == dtype or not (parameter.requires_grad or self.config.cast_frozen):
+            if parameter.dtype == dtype or not (parameter.requires_grad or self._casts_frozen(parameter, dtype)):
                 continue
             record = record_of(parameter)
-            exact = record.page.own().float().clone() if dtype != torch.float32 else None
+            keeps = dtype != torch.float32 and (parameter.requires_grad or self.config.cast_frozen != "wide")
+            exact = record.page.own().float().clone() if keeps else None
             parameter.data = parameter.data.to(dtype)
             if exact is not None and self._sharded is not None and record in stepped:
                 self._sharded.keep_master(record, exact)
+
+    def _casts_frozen(self, parameter: PagedTensor, dtype: torch.dtype) -> bool:
+        wider = parameter.dtype.itemsize > dtype.itemsize
+        return wider if self.config.cast_frozen == "wide" else self.config.cast_frozen
 
 
 def _check_effect(config: Config, pagers: list[Pager]) -> None:

@@ -181,7 +181,7 @@ class Record:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         self._gradients.inspect(self.name, gradient)
-        scale = 1.0 / self.pager.transport.world
+        scale = self._gradients.weight(self.name) / self.pager.transport.world
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.no_grad(), torch.inference_mode(False):
                 accumulator.add(self.page.flat(plain(gradient)), scale, page.epoch)
@@ -262,7 +262,9 @@ class Gradients:
         self._settled = False
         self._task = -1
         self._outermost: FrameType | None = None
-        self.looks_for_nonfinite = False  # set by an engine that scales the loss
+        self.looks_for_nonfinite = False  # set by an engine that skips steps
+        self._outside_factor: float | None = 1.0  # the same for a backward that nobody has announced
+        self._factor: float | None = 1.0  # times gradients of the present backward
         self.backwards = 0  # backward passes that brought gradients, since the engine's last step
         self.first_nonfinite = ""  # the first parameter in this rank's backwards whose gradient was not finite
         pager.adopt = self.adopt
@@ -325,6 +327,26 @@ class Gradients:
         if task != -1 and not nested:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
+    def expect(self, factor: float) -> None:
+        """A backward begins whose gradients are to be multiplied by `factor`."""
+        _, outermost = _backwards_on_stack()
+        if self._outermost is not None and self._outermost is not outermost:
+            self.end_backward()  # the last one ended in an exception
+        self._factor = factor
+
+    def weigh_others(self, factor: float | None) -> None:
+        """Multiply gradients of backwards that nobody has announced by `factor`; None refuses them."""
+        self._outside_factor = self._factor = factor
+
+    def weight(self, name: str) -> float:
+        """What a gradient of the present backward is multiplied by."""
+        if self._factor is None:
+            raise GradientError(
+                f"a gradient of {name!r} came from a loss that was not scaled, as fp16 needs it: write "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        return self._factor
+
     def inspect(self, name: str, gradient: torch.Tensor) -> None:
         """Note where a non-finite gradient of this rank appears first: sums do not tell who brought it."""
         if self.looks_for_nonfinite and not self.first_nonfinite and not _is_finite(gradient):
@@ -333,6 +355,7 @@ class Gradients:
     def end_backward(self) -> None:
         self._task = -1
         self._outermost = None
+        self._factor = self._outside_factor
         self.pager.transport.end_backward()
 
     def refresh(self) -> None:

@@ -164,3 +164,37 @@ def test_a_fixed_scale_stays() -> None:
 def test_loss_scale_needs_fp16() -> None:
     with pytest.raises(zp.errors.ConfigError, match="loss_scale takes effect only with precision='fp16'"):
         zp.Config(precision="bf16", loss_scale={"initial": 8.0})
+
+
+def _skipping_without_a_scale(transport: str, precision: str | None) -> list[str]:
+    """One bad step changes nothing; ten are borne, the eleventh ends the run."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = plain_copy(build_mlp)
+    config = {"transport": transport, "precision": precision, "skip_nonfinite": True}
+    engine = zp.Engine(model, torch.optim.SGD(model.parameters(), lr=LR), config)
+    before = zp.full(engine.module.first.weight)
+    told = []
+    for step in range(11):
+        loss = engine(mlp_batch(step, 0, dist.get_rank()).to(dtype)).float().square().mean()
+        if dist.get_rank() == 0:
+            loss.register_hook(_overflow)
+        engine.backward(loss)
+        try:
+            result = engine.step()
+        except zp.errors.NonFiniteError as error:
+            assert step == 10
+            told.append(str(error))
+        else:
+            assert not result.applied and result.loss_scale == 1.0
+            told.append(result.reason)
+    same(before, engine.module.first.weight, exact=True)
+    assert (engine.global_step, engine.skipped_steps) == (0, 11)
+    engine.close()
+    return sorted(set(told))
+
+
+@pytest.mark.parametrize("precision", ["bf16", None])
+def test_steps_are_skipped_without_a_loss_scale_where_asked(precision: str | None) -> None:
+    reason = "the gradient of 'third.bias' is not finite on rank 0"
+    for told in run(2, _skipping_without_a_scale, "shared", precision):
+        assert told == [reason, f"{reason}, for 11 steps in a row; training cannot go on"]

@@ -83,6 +83,7 @@ def entries_of(
         "version": VERSION,
         "world": engine.pagers[0].transport.world,
         "left_out": left_out,
+        "frozen": _frozen(engine),
         "progress": engine.progress(),
         "groups": groups_of(engine),
         "state": _small_state(engine),

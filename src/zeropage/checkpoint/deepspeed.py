@@ -237,6 +237,7 @@ def _extra(folder: Folder) -> dict[str, Any]:
         "version": VERSION,
         "world": folder.world,
         "left_out": [],
+        "frozen": sorted(model.values.get("frozen_param_shapes") or ()),
         "progress": {
             "global_step": int(model["global_steps"]) - skipped,  # DeepSpeed counts skipped steps too
             "skipped_steps": skipped,

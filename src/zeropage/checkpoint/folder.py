@@ -148,17 +148,18 @@ def stage(folder: Path, tag: str) -> Path:
     return staging
 
 
-def publish(staging: Path, manifest: Manifest, keep: int | None) -> None:
+def publish(staging: Path, manifest: Manifest, keep: int | None, *, latest: bool = True) -> None:
     """Give the checkpoint in `staging` its name, point `latest` at it, then remove all but the newest `keep`."""
     folder, tag = staging.parent, manifest.tag
     manifest.write(staging)
     sync(staging)
     pointer = folder / f".{LATEST}.new"
-    try:
-        write_durably(pointer, tag.encode())  # the last thing that needs room, before anything is renamed
-    except OSError:
-        pointer.unlink(missing_ok=True)
-        raise
+    if latest:
+        try:
+            write_durably(pointer, tag.encode())  # the last thing that needs room, before anything is renamed
+        except OSError:
+            pointer.unlink(missing_ok=True)
+            raise
     target = folder / tag
     if target.exists():
         _exchange(staging, target)
@@ -166,8 +167,9 @@ def publish(staging: Path, manifest: Manifest, keep: int | None) -> None:
     else:
         staging.rename(target)
     sync(folder)
-    pointer.rename(folder / LATEST)
-    sync(folder)
+    if latest:
+        pointer.rename(folder / LATEST)
+        sync(folder)
     if keep is not None:
         for old in tags(folder)[:-keep]:
             if old != tag:

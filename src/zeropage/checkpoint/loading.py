@@ -58,7 +58,13 @@ class LoadResult:
 
 
 def load_checkpoint(
-    engine: Engine, folder: Path, tag: str | None, *, weights_only: bool, data_loader: Stateful | None
+    engine: Engine,
+    folder: Path,
+    tag: str | None,
+    *,
+    weights_only: bool,
+    strict: bool = True,
+    data_loader: Stateful | None = None,
 ) -> LoadResult:
     """See `Engine.load`. Everything is read and checked, on all ranks, before anything is changed."""
     sharded = None if weights_only else engine.sharded_optimizer
@@ -73,7 +79,7 @@ def load_checkpoint(
         metadata = SliceReader(path).read_metadata()
         extra = read_extra(path, metadata)
         _check_whole(metadata, path)
-        _check_model(engine, metadata, extra, path)
+        _check_model(engine, metadata, extra, path, strict=strict)
         if sharded is not None:
             _check_optimizer(engine, sharded, extra, path)
         world = extra.get("world", 0)
@@ -81,7 +87,12 @@ def load_checkpoint(
         restored = not weights_only and world == transport.world and own in metadata.state_dict_metadata
         of_rank = read_packed(path, metadata, own) if restored else {}
     left_out = set(extra.get("left_out", ()))
-    targets = {n: value for n, value in model_tensors(engine).items() if n not in left_out}
+    there = metadata.state_dict_metadata
+    targets = {
+        name: value
+        for name, value in model_tensors(engine).items()
+        if name not in left_out and (strict or f"model.{name}" in there)
+    }
     # [Note: in place] Where every byte has been checked, values are read into the model itself: one part at a time is
     # in memory besides. Without checksums (format 1) they are read into memory of their own first.
     checked = manifest is not None
@@ -186,7 +197,7 @@ def _check_whole(metadata: Metadata, path: Path) -> None:
             raise CheckpointError(f"{path} does not hold all of {key!r}; load another tag")
 
 
-def _check_model(engine: Engine, metadata: Metadata, extra: dict[str, Any], path: Path) -> None:
+def _check_model(engine: Engine, metadata: Metadata, extra: dict[str, Any], path: Path, *, strict: bool) -> None:
     saved = metadata.state_dict_metadata
     left_out = set(extra.get("left_out", ()))
     here = model_tensors(engine)
@@ -194,13 +205,13 @@ def _check_model(engine: Engine, metadata: Metadata, extra: dict[str, Any], path
     for name, value in here.items():
         described = saved.get(f"model.{name}")
         if not isinstance(described, TensorStorageMetadata):
-            if name not in left_out:
+            if strict and name not in left_out:
                 problems.append(f"{name} is missing")
         elif described.size != value.shape:
             problems.append(f"{name} has shape {tuple(described.size)} there and {tuple(value.shape)} here")
     for key, described in saved.items():
         name = key.removeprefix("model.")
-        if name != key and name not in here and _has_elements(described):
+        if strict and name != key and name not in here and _has_elements(described):
             problems.append(f"{name} is not in the model")
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems[:8])}")

@@ -58,6 +58,7 @@ class About:
     world: int
     keep: int | None
     versions: dict[str, str]
+    latest: bool = True  # whether the file `latest` is to name it
 
 
 class _Aborted(Exception):
@@ -72,6 +73,7 @@ def begin_save(
     *,
     keep: int | None,
     trainable_only: bool,
+    latest: bool,
     data_loader: Stateful | None,
 ) -> Save:
     """Begin to write what `Engine.save` says. The values are read while they lie where they are."""
@@ -111,7 +113,7 @@ def begin_save(
         if lock is not None:
             lock.release()
         raise
-    about = About(tag, engine.global_step, transport.world, keep, {"torch": str(torch.__version__)})
+    about = About(tag, engine.global_step, transport.world, keep, {"torch": str(torch.__version__)}, latest)
     assert lock is not None
     return Save(transport.rank, folder / made, entries, about, lock, engine.pagers[0].config.timeout_s)
 
@@ -260,7 +262,7 @@ class Save:
         files[METADATA] = FileSum(len(metadata), zlib.crc32(metadata))
         about = self._about
         manifest = Manifest(about.tag, about.step, about.world, files, about.versions)
-        publish(self._staging, manifest, about.keep)
+        publish(self._staging, manifest, about.keep, latest=about.latest)
 
 
 def _told(error: Exception, where: object) -> str:

@@ -4,6 +4,7 @@ Only this package knows operators.
 """
 
 from zeropage.tensor.base import Paged
+from zeropage.tensor.deepspeed_view import ZeroParamStatus, ZeroParamType
 from zeropage.tensor.identity import Life, check_parameter, differentiable, new_page_of, page_in_place
 from zeropage.tensor.paged import PagedTensor, over
 
@@ -11,6 +12,8 @@ __all__ = [
     "Life",
     "Paged",
     "PagedTensor",
+    "ZeroParamStatus",
+    "ZeroParamType",
     "check_parameter",
     "differentiable",
     "new_page_of",

@@ -6,6 +6,7 @@ The rule: optimizers, hooks, attributes and references that held the parameter b
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -201,8 +202,12 @@ class Life:
         page.enter()
         self._page = page
 
-    def __del__(self) -> None:
-        self._page.leave()
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        try:
+            self._page.leave()
+        except Exception:
+            if not ends():  # a parameter that outlives Python's modules goes with the process
+                raise
 
 
 def differentiable(dtype: torch.dtype) -> bool:

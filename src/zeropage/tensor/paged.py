@@ -19,6 +19,7 @@ from zeropage.errors import UnsupportedOperationError
 from zeropage.page import Page
 from zeropage.tensor import identity, stepping
 from zeropage.tensor.base import Paged, uncompiled, wrap
+from zeropage.tensor.deepspeed_view import DeepSpeedView
 from zeropage.tensor.dispatch import Handler, handler_of
 from zeropage.tensor.rules import careful
 from zeropage.tensor.trees import plain
@@ -29,7 +30,7 @@ _real_grad: Any = torch.Tensor.grad  # the slots of the C++ side
 _real_data: Any = torch.Tensor.data
 
 
-class PagedTensor(Paged):
+class PagedTensor(DeepSpeedView, Paged):
     """A sharded parameter, a view of one, or a cast of one.
 
     Shape, dtype, device and strides are those of the full tensor; any operator sees the full values.
