@@ -554,7 +554,17 @@ def _freed() -> None:
         kept = [weakref.ref(thing) for thing in (engine, model, engine.optimizer, engine.basic_optimizer)]
         engine.destroy()
         assert engine.zeropage_engine.memory().optimizer == 0
-        del engine, model
+        assert kept[-1]() is None, "the engine keeps nothing of the optimizer's state"
+        assert engine.optimizer.param_groups == []
+        loss = loss_of(engine, 0, 0, rank())  # forward runs
+        for call in (engine.zero_grad, engine.step, lambda: engine.backward(loss)):
+            try:
+                call()
+            except zp.errors.ZeropageError as error:
+                assert "destroyed" in str(error)
+            else:
+                raise AssertionError("a destroyed engine trained")
+        del engine, model, loss, call
         assert [reference() for reference in kept] == [None] * 4
     finally:
         gc.enable()
