@@ -115,8 +115,9 @@ class Config(_Section):
     precision: Precision | None = None
     """The dtype that trainable parameters are cast to; absent keeps the dtype of each one."""
 
-    cast_frozen: bool = False
-    """Whether `precision` casts frozen parameters too. Buffers are never cast."""
+    cast_frozen: Literal[False, True, "wide"] = False
+    """Whether `precision` casts frozen parameters too; "wide" casts those of 32 and 64 bits only, and keeps no exact
+    values for them. Buffers are never cast."""
 
     loss_scale: LossScaleConfig = LossScaleConfig()
     """How the loss is scaled; takes effect with precision "fp16" only."""
@@ -169,7 +170,7 @@ class Config(_Section):
                 "remove loss_scale or set precision='fp16'"
             )
         if self.cast_frozen and self.precision is None:
-            raise ValueError("cast_frozen=true cannot take effect without precision; name the precision to cast to")
+            raise ValueError("cast_frozen cannot take effect without precision; name the precision to cast to")
         return self
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import IO, Any
 
@@ -58,6 +58,8 @@ class gather(Edits):
         params: parameters in any iterable (also a mapping's values, a generator), one parameter, or a
             module. Plain tensors among them are left alone.
         writer: the rank whose changes are kept. None: writes inside are ordinary ones, made by all ranks.
+        keep: only without `writer`: what was touched stays in memory until the end, beyond `resident_bytes`, so
+            that many passes over the parameters (generation) bring each in once.
 
     Entering and leaving is done by all ranks together, also when the body raises.
 
@@ -65,10 +67,14 @@ class gather(Edits):
         ConfigError: `writer` is not a rank of the group.
     """
 
-    def __init__(self, params: object, writer: int | None = None) -> None:
+    def __init__(self, params: object, writer: int | None = None, *, keep: bool = False) -> None:
         # in an order that all ranks share: a set of parameters has another one in every process
         self._pages = sorted(dict.fromkeys(_pages_of(params)), key=lambda page: (page.number, page.name))
         self._writer = writer
+        self._keep = keep
+        self._kept = ExitStack()
+        if keep and writer is not None:
+            raise ConfigError("keep=True cannot take effect with a writer, who holds one parameter at a time")
         self._current: tuple[Page, torch.Tensor] | None = None
         self._dirty = False
         self._edited: set[Page] = set()
@@ -79,6 +85,9 @@ class gather(Edits):
                 raise ConfigError(f"writer={writer} is not one of the {pager.transport.world} ranks")
 
     def __enter__(self) -> gather:
+        if self._keep:
+            for pager in self._pagers():
+                self._kept.enter_context(pager.keeping(page for page in self._pages if page.pager is pager))
         if self._writer is not None:
             self._refuse_other_writer()
             self._pages = [page for page in self._pages if page.edits is None]  # nested: the outer block keeps them
@@ -96,6 +105,7 @@ class gather(Edits):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._kept.close()
         if self._writer is None:
             return
         self._flush()

@@ -373,9 +373,7 @@ class Engine:
         self._require_open()
         self._finish_save()
         with opened(self, Path(folder), tag) as found:
-            return load_checkpoint(
-                self, found, tag, weights_only=weights_only, strict=strict, data_loader=data_loader
-            )
+            return load_checkpoint(self, found, tag, weights_only=weights_only, strict=strict, data_loader=data_loader)
 
     def _finish_save(self) -> None:
         """Wait for a save under way (all ranks together)."""
@@ -491,13 +489,18 @@ class Engine:
         for parameter in self.module.parameters():
             if not isinstance(parameter, PagedTensor) or not parameter.dtype.is_floating_point:
                 continue
-            if parameter.dtype == dtype or not (parameter.requires_grad or self.config.cast_frozen):
+            if parameter.dtype == dtype or not (parameter.requires_grad or self._casts_frozen(parameter, dtype)):
                 continue
             record = record_of(parameter)
-            exact = record.page.own().float().clone() if dtype != torch.float32 else None
+            keeps = dtype != torch.float32 and (parameter.requires_grad or self.config.cast_frozen != "wide")
+            exact = record.page.own().float().clone() if keeps else None
             parameter.data = parameter.data.to(dtype)
             if exact is not None and self._sharded is not None and record in stepped:
                 self._sharded.keep_master(record, exact)
+
+    def _casts_frozen(self, parameter: PagedTensor, dtype: torch.dtype) -> bool:
+        wider = parameter.dtype.itemsize > dtype.itemsize
+        return wider if self.config.cast_frozen == "wide" else self.config.cast_frozen
 
 
 def _check_effect(config: Config, pagers: list[Pager]) -> None:

@@ -211,7 +211,7 @@ class ShardedOptimizer:
             if not self._elementwise or not isinstance(value, torch.Tensor) or value.dim() == 0:
                 outer[key] = value
             elif isinstance(old, PagedTensor) and old._node.page.own() is value:
-                continue
+                old._node.page.changed()  # somebody may have read it before the step
             elif value.shape == tensor.shape:
                 outer[key] = over_slice(value, page, f"{page.name}.{key}")
             else:

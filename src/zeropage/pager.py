@@ -77,6 +77,7 @@ class Pager:
         self._free: dict[_Key, list[torch.Tensor]] = {}
         self._bytes = 0  # frames, casts and free frames
         self._largest = 0
+        self._wanted = 0  # bytes of pages that are wanted resident beside the budget
         self._number = 0
         self._batch_open = False
         self._reads_in_batch = False
@@ -110,9 +111,20 @@ class Pager:
     @property
     def budget(self) -> int:
         """Bytes that frames and casts may take on this rank (the largest page may come on top)."""
-        if self.config.resident_bytes is not None:
-            return self.config.resident_bytes
-        return 2 * max(self.config.bucket_bytes, self._largest)
+        fixed = self.config.resident_bytes
+        return self._wanted + (2 * max(self.config.bucket_bytes, self._largest) if fixed is None else fixed)
+
+    @contextmanager
+    def keeping(self, pages: Iterable[Page]) -> Iterator[None]:
+        """Inside, `pages` may stay resident beside what the budget allows, once they are touched."""
+        nbytes = sum(page.nbytes for page in pages if page.framed)
+        self._wanted += nbytes
+        try:
+            yield
+        finally:
+            self._wanted -= nbytes
+            with self._lock:
+                self._make_room(0)
 
     @property
     def resident_bytes(self) -> int:

@@ -282,6 +282,48 @@ def test_fp16() -> None:
     run(2, _fp16)
 
 
+class _Teacher(nn.Module):
+    """A frozen fp16 part and a frozen fp32 one beside what trains, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(7, 5).half().requires_grad_(False)
+        self.base = nn.Linear(7, 7).requires_grad_(False)
+        self.head = nn.Linear(7, 5)
+        self.register_buffer("shift", torch.full((5,), 1 / 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = self.teacher(x.half()).float() + self.shift
+        return self.head(self.base(x)).float() - wanted
+
+
+def _frozen_parts() -> None:
+    """bf16 casts what trains and frozen fp32 weights, so that they fit together; nothing else changes."""
+    plain, model = plain_copy(_Teacher), plain_copy(_Teacher)
+    engine = engine_of(model, lambda p: torch.optim.SGD(p, lr=0.1), bf16={"enabled": True})
+    assert {name: p.dtype for name, p in model.named_parameters() if name.endswith("weight")} == {
+        "teacher.weight": torch.float16,
+        "base.weight": torch.bfloat16,
+        "head.weight": torch.bfloat16,
+    }
+    same(plain.teacher.weight, model.teacher.weight, exact=True)
+    assert torch.equal(plain.shift, model.shift) and model.shift.dtype == torch.float32
+    plain.base.bfloat16()
+    plain.head.bfloat16()
+    batch = mlp_batch(0, 0, rank()).bfloat16()
+    with torch.no_grad():
+        same(plain(batch), engine(batch))
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+    assert engine.was_step_applied()
+    same(plain.base.weight, model.base.weight, exact=True)
+    engine.destroy()
+
+
+def test_frozen_parts_of_other_dtypes() -> None:
+    run(2, _frozen_parts)
+
+
 def _nonfinite() -> None:
     """As in DeepSpeed, stage 3 skips a step whose gradient is not finite, in fp32 too."""
     beside = Beside()
@@ -512,6 +554,8 @@ def _freed() -> None:
         kept = [weakref.ref(thing) for thing in (engine, model, engine.optimizer, engine.basic_optimizer)]
         engine.destroy()
         assert engine.zeropage_engine.memory().optimizer == 0
+        assert kept[-1]() is None, "the engine keeps nothing of the optimizer's state"
+        assert engine.optimizer.param_groups == []
         del engine, model
         assert [reference() for reference in kept] == [None] * 4
     finally:
@@ -520,6 +564,27 @@ def _freed() -> None:
 
 def test_nothing_is_left_after_destroy() -> None:
     run(2, _freed)
+
+
+def _destroyed() -> None:
+    """Forward runs, as in DeepSpeed; training says what happened."""
+    beside = Beside()
+    engine = engine_of(beside.model, beside.make)
+    engine.destroy()
+    engine.destroy()
+    loss = loss_of(engine, 0, 0, rank())
+    same(loss_of(beside.plain, 0, 0, rank()), loss)
+    for call in (engine.zero_grad, engine.step, lambda: engine.backward(loss)):
+        try:
+            call()
+        except zp.errors.ZeropageError as error:
+            assert "destroyed" in str(error)
+        else:
+            raise AssertionError("a destroyed engine trained")
+
+
+def test_a_destroyed_engine() -> None:
+    run(2, _destroyed)
 
 
 def test_monitors_and_progress(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -155,8 +155,45 @@ def _nested(transport: str) -> None:
             model.first.weight.add_(1.0)
         model.first.weight.add_(1.0)
     same(before + 1 + 1 + 1, model.first.weight, exact=True)
+    with torch.no_grad(), zp.gather(model.first, writer=0):
+        model.first.weight.add_(1.0)
+        told = ""
+        try:
+            with zp.gather(model, writer=1):
+                raise AssertionError("what rank 1 writes would be dropped")
+        except zp.errors.ConfigError as error:
+            told = str(error)
+        assert "'first.weight' is edited by rank 0 in the block around" in told
+    same(before + 1 + 1 + 1 + 1, model.first.weight, exact=True)
 
 
 @everywhere
 def test_nested(transport: str, world: int) -> None:
     run(world, _nested, transport)
+
+
+def _kept() -> None:
+    """With keep=True two passes move every page once, whatever the budget is; afterwards the budget holds again."""
+    model = zp.shard(plain_copy(build_mlp), {"transport": "collective", "resident_bytes": 64, "readahead": False})
+    pager = model.first.weight._node.page.pager
+    batch = mlp_batch(0, 0, dist.get_rank())
+    with torch.no_grad():
+        for keep, factor in ((False, 2), (True, 1)):
+            pager.evict_all()
+            before = pager.counters.bytes_moved
+            with zp.gather(model, keep=keep):
+                model(batch)
+                model(batch)
+            whole = sum(p.numel() * p.element_size() for p in model.parameters())
+            assert pager.counters.bytes_moved - before == factor * whole
+            assert pager.resident_bytes <= max(p.numel() * p.element_size() for p in model.parameters())
+    try:
+        zp.gather(model, writer=0, keep=True)
+    except zp.errors.ConfigError as error:
+        assert "keep=True" in str(error)
+    else:
+        raise AssertionError("a writer holds one at a time")
+
+
+def test_kept_until_the_end() -> None:
+    run(2, _kept)

@@ -104,7 +104,7 @@ def test_all_mistakes_are_reported_at_once():
         ({"precision": "bf16", "loss_scale": {"initial": 2}}, "precision is 'bf16'"),
         ({"precision": "fp16", "loss_scale": {"dynamic": False, "window": 5}}, "window cannot take effect"),
         ({"precision": "fp16", "loss_scale": {"initial": 1, "min": 2}}, "greater than initial"),
-        ({"cast_frozen": True}, "cast_frozen=true cannot take effect without precision"),
+        ({"cast_frozen": True}, "cast_frozen cannot take effect without precision"),
     ],
 )
 def test_a_setting_that_cannot_take_effect_raises(settings, message):

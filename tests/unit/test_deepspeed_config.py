@@ -64,6 +64,7 @@ SHOWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "data_types.grad_accum_dtype": ("bf16", {}),
     "communication_data_type": ("fp16", {}),
     "gradient_clipping": (0.5, {}),
+    "managed_gradient_accumulation": (False, {}),
     "optimizer.type": ("AdamW", {}),
     "optimizer.params": ({"lr": 0.1}, {"optimizer": {"type": "AdamW"}}),
     "scheduler.type": ("WarmupLR", {}),
@@ -84,7 +85,6 @@ CHECKED_ONLY = {"data_types.param_dtype"}  # it must agree with others
 
 # For every refused key a value that asks for something.
 ASKS: dict[str, Any] = {
-    "managed_gradient_accumulation": False,
     "gradient_allreduce_op": "sum",
     "data_types.buffer_dtype": "fp32",
     "zero_optimization.load_from_fp32_weights": False,

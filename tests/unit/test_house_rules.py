@@ -46,6 +46,7 @@ def test_all_is_true(path: Path) -> None:
                     if isinstance(other, (ast.Import, ast.ImportFrom))
                     else [t.id for t in other.targets if isinstance(t, ast.Name)]
                     if isinstance(other, ast.Assign)
+                    else [other.target.id] if isinstance(other, ast.AnnAssign) and isinstance(other.target, ast.Name)
                     else []
                 )
             }  # fmt: skip

@@ -130,9 +130,23 @@ def is_configured() -> bool:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `function(*args)` and keep its inputs only; backward runs it again.
 
-    Parameters get their gradients also where no input needs one.
+    Parameters get their gradients also where no input needs one. With `checkpoint_in_cpu` the inputs wait in host
+    memory.
     """
+    if _chosen.options.get("checkpoint_in_cpu"):
+        function, args = _kept_on_host(function, args)
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def _kept_on_host(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of copies in host memory, which it brings back before it runs, and those copies."""
+    devices = [arg.device if isinstance(arg, torch.Tensor) else None for arg in args]
+
+    def run(*copies: Any, **options: Any) -> Any:
+        back = [copy if to is None else copy.to(to) for copy, to in zip(copies, devices, strict=True)]
+        return function(*back, **options)
+
+    return run, tuple(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:

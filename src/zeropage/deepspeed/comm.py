@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
 
 from zeropage.deepspeed.logs import log_dist, logger
 from zeropage.errors import ConfigError
@@ -48,13 +50,20 @@ def _unprofiled(function: _F) -> _F:
     return call  # type: ignore[return-value]  # the same function, with more keywords
 
 
+def _newest(*names: str) -> Any:
+    """The function of torch of the first name that this version has (some got new names)."""
+    return next(vars(dist)[name] for name in names if name in vars(dist))
+
+
+_gather_into_one = _newest("all_gather_single", "all_gather_into_tensor")
+_scatter_from_one = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 all_gather = _unprofiled(dist.all_gather)
-all_gather_into_tensor = _unprofiled(dist.all_gather_into_tensor)
+all_gather_into_tensor = _unprofiled(_gather_into_one)
 all_gather_object = _unprofiled(dist.all_gather_object)
 all_reduce = _unprofiled(dist.all_reduce)
 all_to_all = _unprofiled(dist.all_to_all)
 all_to_all_single = _unprofiled(dist.all_to_all_single)
-allgather_fn = _unprofiled(dist.all_gather_into_tensor)
+allgather_fn = _unprofiled(_gather_into_one)
 barrier = _unprofiled(dist.barrier)
 broadcast = _unprofiled(dist.broadcast)
 broadcast_object_list = _unprofiled(dist.broadcast_object_list)
@@ -69,8 +78,8 @@ new_group = dist.new_group
 recv = _unprofiled(dist.recv)
 reduce = _unprofiled(dist.reduce)
 reduce_scatter = _unprofiled(dist.reduce_scatter)
-reduce_scatter_fn = _unprofiled(dist.reduce_scatter_tensor)
-reduce_scatter_tensor = _unprofiled(dist.reduce_scatter_tensor)
+reduce_scatter_fn = _unprofiled(_scatter_from_one)
+reduce_scatter_tensor = _unprofiled(_scatter_from_one)
 scatter = _unprofiled(dist.scatter)
 send = _unprofiled(dist.send)
 
@@ -143,7 +152,7 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
     if others:
         raise ConfigError(f"only data parallelism is there, so mesh sizes {others} must be 1; use all ranks for data")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return dist.init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    return init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def init_distributed(
@@ -183,7 +192,7 @@ def init_distributed(
     rank = int(os.environ.get("RANK", 0)) if rank < 0 else rank
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size < 0 else world_size
     if init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
         atexit.register(_end)
         return
     if init_method is None:

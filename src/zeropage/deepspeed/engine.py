@@ -18,11 +18,9 @@ from torch.utils.data import DataLoader
 
 from zeropage.config import Config
 from zeropage.construct import pagers_of, space_of
-from zeropage.deepspeed import comm
-from zeropage.deepspeed.accelerator import get_accelerator
+from zeropage.deepspeed.answers import EngineAnswers
 from zeropage.deepspeed.consolidated import consolidated_state_dict, save_consolidated
 from zeropage.deepspeed.flops import FlopsProfiler
-from zeropage.deepspeed.getters import ConfigGetters
 from zeropage.deepspeed.loaders import data_loader
 from zeropage.deepspeed.logs import log_dist, logger
 from zeropage.deepspeed.monitor import MonitorMaster
@@ -32,7 +30,7 @@ from zeropage.deepspeed.progress import Progress
 from zeropage.deepspeed.saving import check_no_loader, load_checkpoint, save_checkpoint
 from zeropage.deepspeed.settings import Settings
 from zeropage.engine import Engine
-from zeropage.errors import ConfigError
+from zeropage.errors import ConfigError, ZeropageError
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -41,10 +39,9 @@ __all__ = ["DeepSpeedEngine"]
 _OF_AN_ENGINE = frozenset({
     "precision", "cast_frozen", "loss_scale", "clip_grad_norm", "skip_nonfinite", "reduce_dtype",
 })  # fmt: skip
-_NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the getters are made from a table
+class DeepSpeedEngine(EngineAnswers, nn.Module):
     """Trains or runs `model`, which is sharded in place; made by `initialize`.
 
     Attributes that it does not have are those of the model.
@@ -86,6 +83,7 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         self._step_applied = False
         self._coalescing = False
         self._compiled = False
+        self._destroyed = False
         self.monitor = MonitorMaster(settings.monitors, self.global_rank)
         self._progress = Progress(settings, self.global_rank)
         profile = settings.flops_profiler
@@ -118,7 +116,7 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
                 around.enter_context(torch.autocast(self.device.type, dtype=self._config.autocast))
             if self._config.cast_inputs:
                 inputs, kwargs = _cast(inputs, torch.float16), _cast(kwargs, torch.float16)
-            return self.zeropage_engine(*inputs, **kwargs)
+            return self.module(*inputs, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of the loss, divided by the accumulation steps unless `scale_wrt_gas` is False; returns that.
@@ -126,6 +124,7 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         In fp16 the loss scale is applied on top. `loss.backward()` is as good in the other precisions, and
         `engine.scale(loss).backward()` in all.
         """
+        self._require_alive()
         if loss.numel() != 1:
             raise ConfigError(
                 f"loss must be a scalar tensor, this one has shape {tuple(loss.shape)}; to pass output gradients call "
@@ -183,6 +182,7 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those accumulated so far (all ranks together). `step` does so by itself."""
+        self._require_alive()
         self.zeropage_engine.zero_grad()
 
     # -- step, and what is told of it
@@ -210,10 +210,13 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         Args:
             lr_kwargs: for the scheduler's `step`.
         """
+        self._require_alive()
         if self._coalescing:
             raise RuntimeError("step() inside coalesce_grad_reduction(): leave the block first")
         if not isinstance(self.optimizer, ZeROOptimizer):
-            raise ConfigError("this engine has no optimizer: give one to initialize(), or name one in the configuration")
+            raise ConfigError(
+                "this engine has no optimizer: give one to initialize(), or name one in the configuration"
+            )
         due = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._step_applied = False
@@ -269,86 +272,6 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         if self.zeropage_engine.global_step > before:
             scheduler.step(**lr_kwargs)
 
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the parameters."""
-        return self._step_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of the whole gradient at the last boundary, before clipping; None before the first."""
-        return self.zeropage_engine.grad_norm
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped for a gradient that was not finite."""
-        return isinstance(self.optimizer, ZeROOptimizer) and self.optimizer.overflow
-
-    # -- counters and settings
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The scheduler that `step` steps; set it to None to step one yourself."""
-        return self.zeropage_engine.lr_scheduler
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, value: Any) -> None:
-        self.zeropage_engine.lr_scheduler = value
-
-    @property
-    def global_steps(self) -> int:
-        """Boundaries so far, skipped steps included."""
-        return self.zeropage_engine.global_step + self.zeropage_engine.skipped_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.zeropage_engine.skipped_steps
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(get_accelerator().current_device_name())
-
-    @property
-    def global_rank(self) -> int:
-        return comm.get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        return comm.get_local_rank()
-
-    @property
-    def world_size(self) -> int:
-        return comm.get_world_size()
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.zeropage_engine.pagers[0].transport.world
-
-    @property
-    def data_parallel_group(self) -> Any:
-        return self.zeropage_engine.process_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.zeropage_engine.pagers[0].transport.rank
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_tensor_parallel_rank(self) -> int:
-        return 0
-
-    def train_batch_size(self) -> int:
-        micro, steps = self._batch
-        return micro * steps * self.dp_world_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batch[0]
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._batch[1]
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, samples of a micro-batch on one rank, micro-batches of a step."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches of a step so that a step has this many samples.
 
@@ -364,86 +287,27 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         self._batch[1] = train_batch_size // each
         self._weigh_direct_backwards()
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        self._batch[0] = micro_batch_size
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the parameters."""
+        return self._step_applied
 
-    def zero_optimization_stage(self) -> int:
-        return self._config.stage
-
-    def zero_optimization(self) -> bool:
-        return self._config.stage > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self._config.stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self._config.stage == 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return self._config.gather_16bit_on_save
-
-    def zero_cpu_offload(self) -> bool:
-        return (self.zero_offload_optimizer() or {}).get("device") == "cpu"
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        return (self.zero_offload_optimizer() or {}).get("device") in ("cpu", "nvme")
-
-    def gradient_clipping(self) -> float:
-        return self._config.gradient_clipping
-
-    def postscale_gradients(self) -> bool:
-        return not self._config.prescale_gradients
-
-    def fp16_enabled(self) -> bool:
-        return self._config.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self._config.precision == "bf16"
-
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        return self._config.autocast
-
-    def dynamic_loss_scale(self) -> bool:
-        return self._config.config.loss_scale.dynamic
-
-    def initial_dynamic_scale(self) -> float:
-        return self._config.config.loss_scale.initial
-
-    def dynamic_loss_scale_args(self) -> dict[str, float]:
-        scale = self._config.config.loss_scale
-        return {
-            "init_scale": scale.initial,
-            "scale_window": scale.window,
-            "delayed_shift": scale.hysteresis,
-            "min_scale": scale.min,
-        }
+    def get_global_grad_norm(self) -> float | None:
+        """The 2-norm of the whole gradient at the last boundary, before clipping; None before the first."""
+        return self.zeropage_engine.grad_norm
 
     @property
-    def communication_data_type(self) -> torch.dtype:
-        """The dtype that gradients are summed in."""
-        return _NARROW[self.zeropage_engine.config.reduce_dtype]
+    def overflow(self) -> bool:
+        """Whether the last step was skipped for a gradient that was not finite."""
+        return isinstance(self.optimizer, ZeROOptimizer) and self.optimizer.overflow
 
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtype of trained parameters, and that in which gradients accumulate."""
-        return _NARROW[self._config.precision], self.communication_data_type
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler that `step` steps; set it to None to step one yourself."""
+        return self.zeropage_engine.lr_scheduler
 
-    def optimizer_name(self) -> str | None:
-        if self.basic_optimizer is not None:
-            return type(self.basic_optimizer).__name__
-        return None if self._config.optimizer is None else self._config.optimizer.type
-
-    def get_lr(self) -> list[Any]:
-        return self._of_groups("lr")
-
-    def get_type(self) -> list[Any]:
-        return self._of_groups("type")
-
-    def get_mom(self) -> list[Any]:
-        return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas")
-
-    def _of_groups(self, key: str) -> list[Any]:
-        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
-        return [group.get(key, 0.0) for group in groups]
+    @lr_scheduler.setter
+    def lr_scheduler(self, value: Any) -> None:
+        self.zeropage_engine.lr_scheduler = value
 
     def dump_state(self) -> None:
         """Log the configuration."""
@@ -604,7 +468,7 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         for pager in self.zeropage_engine.pagers:
             pager.evict_all()
 
-    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:  # type: ignore[override]
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """`torch.compile` of the model, in place."""
         self.module.compile(backend=backend, **dict(compile_kwargs or {}))
         self._compiled = True
@@ -614,16 +478,29 @@ class DeepSpeedEngine(ConfigGetters, nn.Module):  # type: ignore[misc]  # the ge
         return self._compiled
 
     def destroy(self) -> None:
-        """End the engine (all ranks together). The model stays sharded and readable until it is dropped."""
+        """End the engine (all ranks together). The model stays sharded, and forward runs, until it is dropped."""
+        self._destroyed = True
         if self.basic_optimizer is not None:
             for gradients in self._gradients:
                 gradients.weigh_others(1.0)
         self.zeropage_engine.close()
+        self.basic_optimizer = None
+
+    def _require_alive(self) -> None:
+        if self._destroyed:
+            raise ZeropageError(
+                "this engine was destroyed and does not train any more; make another one with initialize(). "
+                "(Accelerate's free_memory() destroys its engine. The Trainer calls it in train(), and goes on with the engine that "
+                "an evaluate() before has made: make another Trainer for train(), or evaluate after it.)"
+            )
 
 
 def _own_settings(config: Config, model: nn.Module) -> Config:
     """The settings for this engine; of a model that is sharded already, only those that an engine has of its own."""
     given = {key: getattr(config, key) for key in config.model_fields_set if key != "accumulate"}
+    if config.precision in ("fp16", "bf16"):
+        # DeepSpeed casts everything. What has 16 bits already keeps its dtype here: a teacher may need the other one.
+        given.setdefault("cast_frozen", "wide")
     if pagers_of(model):
         given = {key: value for key, value in given.items() if key in _OF_AN_ENGINE}
     return Config(**given)

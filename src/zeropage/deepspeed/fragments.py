@@ -45,7 +45,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """The optimizer's state `optim_state_key` ("exp_avg", ...) of the parameter (a copy); None before its first step."""
+    """The optimizer's state `optim_state_key` ("exp_avg", ...) of the parameter (a copy); None before a step."""
     state = _state(param).get(optim_state_key)
     return full(state) if isinstance(state, torch.Tensor) else state
 

@@ -62,7 +62,6 @@ _ANSWERS: dict[str, tuple[str, Any]] = {
     "zenflow_config": (f"{_ZERO}.zenflow", None),
     # gradients
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
-    "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
     # checkpoints
     "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
     "load_universal_checkpoint": ("checkpoint.load_universal", False),

@@ -84,7 +84,9 @@ def _config_of(args: Any, config: _ConfigLike | None, config_params: _ConfigLike
     given = config if config is not None else config_params
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if named is not None and given is not None:
-        raise ConfigError("a configuration was given to initialize() and another one in args.deepspeed_config; keep one")
+        raise ConfigError(
+            "a configuration was given to initialize() and another one in args.deepspeed_config; keep one"
+        )
     found: _ConfigLike | None = named if given is None else given
     if found is None:
         raise ConfigError(
@@ -120,7 +122,9 @@ def _optimizer_of(given: Any, settings: Settings, model: nn.Module, parameters: 
     if callable(given):
         return given(wanted)  # type: ignore[no-any-return]
     if given is not None:
-        raise ConfigError(f"optimizer must be a torch optimizer or a function that makes one, not {type(given).__name__}")
+        raise ConfigError(
+            f"optimizer must be a torch optimizer or a function that makes one, not {type(given).__name__}"
+        )
     return None if settings.optimizer is None else make_optimizer(settings, wanted)
 
 

@@ -66,9 +66,7 @@ KEYS: Mapping[str, Key] = {
     "train_batch_size": _honoured("samples of a step on all ranks"),
     "train_micro_batch_size_per_gpu": _honoured("samples of a micro-batch on one rank"),
     "gradient_accumulation_steps": _honoured("micro-batches of a step"),
-    "managed_gradient_accumulation": _refused_if_false(
-        "the engine counts micro-batches; say where a step ends with `set_gradient_accumulation_boundary`"
-    ),
+    "managed_gradient_accumulation": _honoured("false: every `engine.step()` applies what has accumulated"),
     "dataloader_drop_last": _honoured("for `deepspeed_io` and `training_data`"),
     # -- what is told
     "steps_per_print": _honoured("steps from one progress line to the next; absent or infinite: none"),

@@ -231,7 +231,7 @@ def _write_small_files(
     torch.save(optim, folder / optim_file(rank, bf16=engine.bfloat16_enabled()))
 
 
-def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     """`item` with every tensor in it cloned to `device`, so that `torch.save` writes no larger storage along."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device) if device is not None else item.detach().clone()

@@ -96,6 +96,9 @@ class Settings:
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
 
+    managed_accumulation: bool
+    """Whether micro-batches are counted; if not, every `engine.step()` applies what has accumulated."""
+
     gradient_clipping: float
     """The largest global norm; 0 never clips. DeepSpeed's default is 1."""
 
@@ -157,6 +160,7 @@ def read_settings(config: Mapping[str, Any] | str | Path, world: int) -> Setting
         train_batch_size=sizes.train,
         train_micro_batch_size_per_gpu=sizes.micro,
         gradient_accumulation_steps=sizes.steps,
+        managed_accumulation=raw.get("managed_gradient_accumulation") is not False,
         gradient_clipping=clipping,
         precision=precision,
         config=Config.of(

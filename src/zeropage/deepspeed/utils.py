@@ -1,6 +1,6 @@
 """`deepspeed.utils`."""
 
-from zeropage.deepspeed import groups
+from zeropage.deepspeed import groups, zero_to_fp32
 from zeropage.deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -37,5 +37,5 @@ __all__ = [
     "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
     "safe_set_local_optimizer_state", "safe_update_full_grad_vectorized", "set_log_level_from_string",
     "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
+    "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter", "zero_to_fp32",
 ]  # fmt: skip

@@ -43,7 +43,7 @@ _BATCH_SIZES = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", 
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What DeepSpeed's `Init` overrides in tensors that are made inside; parameters alone here, and by `dtype` alone."""
+    """What DeepSpeed's `Init` overrides in tensors made inside; here it is the dtype, and of parameters alone."""
 
     dtype = 1
     device = 2
@@ -152,7 +152,7 @@ class GatheredParameters:
     """Full values of `params` inside; what rank `modifier_rank` changes is kept, on all ranks.
 
     Without `modifier_rank`, changes inside are ordinary ones that all ranks make alike, and are kept too (DeepSpeed
-    loses them). Blocks may be nested and overlap. See `zp.gather`.
+    loses them), and what is touched stays in memory until the end. Blocks may be nested and overlap. See `zp.gather`.
 
     Args:
         params: any iterable of parameters (a generator, with duplicates, empty), or one; plain ones are left alone.
@@ -164,7 +164,7 @@ class GatheredParameters:
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
         self.enabled = enabled
-        self._block = gather(params, writer=modifier_rank) if enabled else None
+        self._block = gather(params, writer=modifier_rank, keep=modifier_rank is None) if enabled else None
 
     def __enter__(self) -> None:
         if self._block is not None:

@@ -164,7 +164,8 @@ def convert_zero_checkpoint_to_state_dict(
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     files = _files(values, wanted, None if max_shard_size is None else size_of(max_shard_size))
     target.mkdir(parents=True, exist_ok=True)
-    places, total = {}, 0
+    places: dict[str, str] = {}
+    total = 0
     for number, names in enumerate(files, start=1):
         part = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
         file = f"{stem}{part}.{suffix}"

@@ -155,4 +155,3 @@ def _paged_class(tensor: Any) -> type[Paged]:
     *_, found = [cls for cls in type(tensor).__mro__ if DeepSpeedView in cls.__bases__]
     assert issubclass(found, Paged)
     return found
-
