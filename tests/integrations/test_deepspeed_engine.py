@@ -554,6 +554,8 @@ def _freed() -> None:
         kept = [weakref.ref(thing) for thing in (engine, model, engine.optimizer, engine.basic_optimizer)]
         engine.destroy()
         assert engine.zeropage_engine.memory().optimizer == 0
+        assert kept[-1]() is None, "the engine keeps nothing of the optimizer's state"
+        assert engine.optimizer.param_groups == []
         del engine, model
         assert [reference() for reference in kept] == [None] * 4
     finally:
@@ -562,6 +564,27 @@ def _freed() -> None:
 
 def test_nothing_is_left_after_destroy() -> None:
     run(2, _freed)
+
+
+def _destroyed() -> None:
+    """Forward runs, as in DeepSpeed; training says what happened."""
+    beside = Beside()
+    engine = engine_of(beside.model, beside.make)
+    engine.destroy()
+    engine.destroy()
+    loss = loss_of(engine, 0, 0, rank())
+    same(loss_of(beside.plain, 0, 0, rank()), loss)
+    for call in (engine.zero_grad, engine.step, lambda: engine.backward(loss)):
+        try:
+            call()
+        except zp.errors.ZeropageError as error:
+            assert "destroyed" in str(error)
+        else:
+            raise AssertionError("a destroyed engine trained")
+
+
+def test_a_destroyed_engine() -> None:
+    run(2, _destroyed)
 
 
 def test_monitors_and_progress(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ from zeropage.deepspeed.progress import Progress
 from zeropage.deepspeed.saving import check_no_loader, load_checkpoint, save_checkpoint
 from zeropage.deepspeed.settings import Settings
 from zeropage.engine import Engine
-from zeropage.errors import ConfigError
+from zeropage.errors import ConfigError, ZeropageError
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -83,6 +83,7 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
         self._step_applied = False
         self._coalescing = False
         self._compiled = False
+        self._destroyed = False
         self.monitor = MonitorMaster(settings.monitors, self.global_rank)
         self._progress = Progress(settings, self.global_rank)
         profile = settings.flops_profiler
@@ -115,7 +116,7 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
                 around.enter_context(torch.autocast(self.device.type, dtype=self._config.autocast))
             if self._config.cast_inputs:
                 inputs, kwargs = _cast(inputs, torch.float16), _cast(kwargs, torch.float16)
-            return self.zeropage_engine(*inputs, **kwargs)
+            return self.module(*inputs, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of the loss, divided by the accumulation steps unless `scale_wrt_gas` is False; returns that.
@@ -123,6 +124,7 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
         In fp16 the loss scale is applied on top. `loss.backward()` is as good in the other precisions, and
         `engine.scale(loss).backward()` in all.
         """
+        self._require_alive()
         if loss.numel() != 1:
             raise ConfigError(
                 f"loss must be a scalar tensor, this one has shape {tuple(loss.shape)}; to pass output gradients call "
@@ -180,6 +182,7 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those accumulated so far (all ranks together). `step` does so by itself."""
+        self._require_alive()
         self.zeropage_engine.zero_grad()
 
     # -- step, and what is told of it
@@ -207,6 +210,7 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
         Args:
             lr_kwargs: for the scheduler's `step`.
         """
+        self._require_alive()
         if self._coalescing:
             raise RuntimeError("step() inside coalesce_grad_reduction(): leave the block first")
         if not isinstance(self.optimizer, ZeROOptimizer):
@@ -474,11 +478,21 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
         return self._compiled
 
     def destroy(self) -> None:
-        """End the engine (all ranks together). The model stays sharded and readable until it is dropped."""
+        """End the engine (all ranks together). The model stays sharded, and forward runs, until it is dropped."""
+        self._destroyed = True
         if self.basic_optimizer is not None:
             for gradients in self._gradients:
                 gradients.weigh_others(1.0)
         self.zeropage_engine.close()
+        self.basic_optimizer = None
+
+    def _require_alive(self) -> None:
+        if self._destroyed:
+            raise ZeropageError(
+                "this engine was destroyed and does not train any more; make another one with initialize(). "
+                "(Accelerate's free_memory() destroys its engine. The Trainer calls it in train(), and goes on with the engine that "
+                "an evaluate() before has made: make another Trainer for train(), or evaluate after it.)"
+            )
 
 
 def _own_settings(config: Config, model: nn.Module) -> Config:

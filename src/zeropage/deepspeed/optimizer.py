@@ -76,11 +76,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch has an attribute
-        return self.optimizer.param_groups
+        """The groups of the optimizer inside, the same objects; none once the engine was destroyed."""
+        return [] if self._engine.sharded_optimizer is None else self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
+        return {} if self._engine.sharded_optimizer is None else self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
