@@ -36,14 +36,13 @@ _ROOT = "deepspeed"
 _CONCLUSIONS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "transformers.integrations.deepspeed": lambda names: names["HfDeepSpeedConfig"].__mro__[1] is object,
     "accelerate.accelerator": lambda names: "DeepSpeedEngineWrapper" not in names,
-    "trl.import_utils": lambda names: names.get("_deepspeed_available") is False,
 }
 
 
 def install(*, replace: bool | None = None) -> None:
     """Let `import deepspeed` and everything below it mean zeropage, in this process, from now on. Idempotent.
 
-    To be called before transformers, accelerate or trl are imported: they look for DeepSpeed once, then.
+    To be called before transformers and accelerate are imported: they look for DeepSpeed once, then.
 
     Args:
         replace: whether to take the place of a real DeepSpeed that is installed too. Default: what the environment
@@ -125,6 +124,8 @@ class _AliasDistribution(Distribution):
     """The metadata of a distribution that lives in memory only."""
 
     def read_text(self, filename: str) -> str | None:
+        if filename == "top_level.txt":
+            return _ROOT
         if filename not in ("METADATA", "PKG-INFO"):
             return None
         about = Message()
@@ -180,7 +181,7 @@ def _refuse_late_call() -> None:
         if module is not None and found_nothing(vars(module)):
             raise _config_error(
                 f"{name} was imported before and has concluded that there is no DeepSpeed, for good. Call "
-                "zeropage.deepspeed.install() before the first import of transformers, accelerate and trl, or start "
+                "zeropage.deepspeed.install() before the first import of transformers and accelerate, or start "
                 "the program with `python -m zeropage.deepspeed`."
             )
 

@@ -6,6 +6,7 @@ there is a process group, rank and world are those of one process by itself.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 from collections.abc import Callable
@@ -192,6 +193,7 @@ def init_distributed(
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size < 0 else world_size
     if init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
+        atexit.register(_end)
         return
     if init_method is None:
         if "MASTER_ADDR" not in os.environ:
@@ -202,6 +204,13 @@ def init_distributed(
     if verbose:
         log_dist(f"starting torch.distributed with backend {backend}", ranks=[0])
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=wait)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """Whoever starts a group ends it: a process that exits with a gloo group open aborts now and then."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _backend(asked: str | None) -> str:
