@@ -13,9 +13,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -25,19 +26,38 @@ from zeropage.checkpoint.parts import Part, whole_part
 from zeropage.checkpoint.reading import SliceReader
 from zeropage.checkpoint.verdict import told
 from zeropage.errors import CheckpointError
-from zeropage.optim import record_of
+from zeropage.optim import ShardedOptimizer, record_of
+from zeropage.pager import Pager
 from zeropage.steps import over_slice
 from zeropage.tensor import PagedTensor
 
-if TYPE_CHECKING:
-    from zeropage.engine import Engine
-
 __all__ = [
-    "VERSION", "Stateful", "alone", "entries_of", "groups_of", "model_tensors", "pack", "parameters_of", "read_extra",
-    "read_packed",
+    "VERSION", "Stateful", "Training", "alone", "entries_of", "groups_of", "model_tensors", "pack", "parameters_of",
+    "read_extra", "read_packed",
 ]  # fmt: skip
 
 VERSION = 2
+
+
+class Training(Protocol):
+    """What a checkpoint asks of an engine, and gives back to it."""
+
+    global_step: int
+    module: nn.Module
+    lr_scheduler: Any
+
+    @property
+    def pagers(self) -> list[Pager]: ...
+
+    @property
+    def process_group(self) -> Any: ...
+
+    @property
+    def sharded_optimizer(self) -> ShardedOptimizer | None: ...
+
+    def progress(self) -> dict[str, Any]: ...
+
+    def restore_progress(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Stateful(Protocol):
@@ -48,12 +68,12 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-def model_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+def model_tensors(engine: Training) -> dict[str, torch.Tensor]:
     """All tensors of the module that have elements, by name."""
     return {name: value.detach() for name, value in tensors_of(engine.module).items() if value.numel()}
 
 
-def _about_names(engine: Engine) -> dict[str, Any]:
+def _about_names(engine: Training) -> dict[str, Any]:
     """What the format cannot say: which names are tied to an earlier one, and tensors without elements."""
     named = tensors_of(engine.module)
     return {
@@ -62,16 +82,16 @@ def _about_names(engine: Engine) -> dict[str, Any]:
     }
 
 
-def parameters_of(engine: Engine) -> dict[str, PagedTensor]:
+def parameters_of(engine: Training) -> dict[str, PagedTensor]:
     return {name: p for name, p in engine.module.named_parameters() if isinstance(p, PagedTensor)}
 
 
-def _names(engine: Engine) -> dict[PagedTensor, str]:
+def _names(engine: Training) -> dict[PagedTensor, str]:
     return {p: name for name, p in parameters_of(engine).items()}
 
 
 def entries_of(
-    engine: Engine,
+    engine: Training,
     client_state: Mapping[str, Any] | None,
     *,
     trainable_only: bool,
@@ -104,7 +124,7 @@ def entries_of(
     return found
 
 
-def _frozen(engine: Engine) -> list[str]:
+def _frozen(engine: Training) -> list[str]:
     return sorted(
         name
         for name, parameter in engine.module.named_parameters(remove_duplicate=False)
@@ -123,7 +143,7 @@ def _state_of_rank(data_loader: Stateful | None) -> dict[str, Any]:
     }
 
 
-def _tensors(engine: Engine, left_out: list[str]) -> dict[str, torch.Tensor]:
+def _tensors(engine: Training, left_out: list[str]) -> dict[str, torch.Tensor]:
     apart = set(left_out)
     state = {f"model.{name}": value for name, value in model_tensors(engine).items() if name not in apart}
     sharded = engine.sharded_optimizer
@@ -141,7 +161,7 @@ def _tensors(engine: Engine, left_out: list[str]) -> dict[str, torch.Tensor]:
     return state
 
 
-def _small_state(engine: Engine) -> dict[str, dict[str, Any]]:
+def _small_state(engine: Training) -> dict[str, dict[str, Any]]:
     """Optimizer state that is not made of tensors, by parameter."""
     sharded = engine.sharded_optimizer
     if sharded is None:
@@ -154,7 +174,7 @@ def _small_state(engine: Engine) -> dict[str, dict[str, Any]]:
     return {name: values for name, values in found.items() if values}
 
 
-def groups_of(engine: Engine) -> list[dict[str, Any]]:
+def groups_of(engine: Training) -> list[dict[str, Any]]:
     sharded = engine.sharded_optimizer
     if sharded is None:
         return []

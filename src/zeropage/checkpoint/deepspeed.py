@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from zeropage.checkpoint.contents import VERSION, pack
+from zeropage.checkpoint.contents import VERSION, Training, pack
 from zeropage.checkpoint.deepspeed_files import is_deepspeed, tag_of
 from zeropage.checkpoint.deepspeed_groups import Folder, Group, Piece, Spread, read_folder
 from zeropage.checkpoint.folder import Lock, stage
@@ -28,9 +28,6 @@ from zeropage.checkpoint.verdict import one_verdict
 from zeropage.errors import CheckpointError
 from zeropage.loss_scale import DynamicLossScale
 from zeropage.optim import NARROW
-
-if TYPE_CHECKING:
-    from zeropage.engine import Engine
 
 __all__ = ["Converted", "convert_deepspeed", "loss_scale_from", "opened"]
 
@@ -86,7 +83,7 @@ def convert_deepspeed(source: Path, target: Path, tag: str | None = None) -> Con
 
 
 @contextmanager
-def opened(engine: Engine, folder: Path, tag: str | None) -> Iterator[Path]:
+def opened(engine: Training, folder: Path, tag: str | None) -> Iterator[Path]:
     """The folder to load from: `folder`, or for the time of the body a conversion of it if DeepSpeed wrote it.
 
     All ranks together. Rank 0 converts, beside the original, or in the system's temporary folder where that is

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeropage.checkpoint.contents import (
     Stateful,
+    Training,
     alone,
     groups_of,
     model_tensors,
@@ -30,9 +31,6 @@ from zeropage.errors import CheckpointError
 from zeropage.optim import NARROW, ShardedOptimizer, record_of
 from zeropage.steps import over_slice
 from zeropage.tensor import PagedTensor
-
-if TYPE_CHECKING:
-    from zeropage.engine import Engine
 
 __all__ = ["LoadResult", "load_checkpoint"]
 
@@ -58,7 +56,7 @@ class LoadResult:
 
 
 def load_checkpoint(
-    engine: Engine,
+    engine: Training,
     folder: Path,
     tag: str | None,
     *,
@@ -158,7 +156,7 @@ def _keys(named: dict[str, torch.Tensor], metadata: Metadata, *, exact: bool) ->
 
 
 @contextmanager
-def _writing(engine: Engine, tag: str, named: dict[str, torch.Tensor]) -> Iterator[None]:
+def _writing(engine: Training, tag: str, named: dict[str, torch.Tensor]) -> Iterator[None]:
     """A write batch over all pages of the model."""
     pages = dict.fromkeys(value._node.page for value in named.values() if isinstance(value, PagedTensor))
     with ExitStack() as batches:
@@ -170,7 +168,7 @@ def _writing(engine: Engine, tag: str, named: dict[str, torch.Tensor]) -> Iterat
         torch.autograd.graph.increment_version(parameter)
 
 
-def _put_in_place(engine: Engine, tag: str, named: dict[str, torch.Tensor], read: dict[str, torch.Tensor]) -> None:
+def _put_in_place(engine: Training, tag: str, named: dict[str, torch.Tensor], read: dict[str, torch.Tensor]) -> None:
     """Copy what was read into the model."""
     with torch.no_grad(), _writing(engine, tag, named):
         for name, value in named.items():
@@ -197,7 +195,7 @@ def _check_whole(metadata: Metadata, path: Path) -> None:
             raise CheckpointError(f"{path} does not hold all of {key!r}; load another tag")
 
 
-def _check_model(engine: Engine, metadata: Metadata, extra: dict[str, Any], path: Path, *, strict: bool) -> None:
+def _check_model(engine: Training, metadata: Metadata, extra: dict[str, Any], path: Path, *, strict: bool) -> None:
     saved = metadata.state_dict_metadata
     left_out = set(extra.get("left_out", ()))
     here = model_tensors(engine)
@@ -221,7 +219,7 @@ def _has_elements(described: object) -> bool:
     return isinstance(described, TensorStorageMetadata) and described.size.numel() > 0
 
 
-def _check_optimizer(engine: Engine, sharded: ShardedOptimizer, extra: dict[str, Any], path: Path) -> None:
+def _check_optimizer(engine: Training, sharded: ShardedOptimizer, extra: dict[str, Any], path: Path) -> None:
     saved, here = extra["groups"], groups_of(engine)
     if len(saved) != len(here):
         raise CheckpointError(f"{path} has {len(saved)} optimizer groups, this engine has {len(here)}")
@@ -235,7 +233,7 @@ def _check_optimizer(engine: Engine, sharded: ShardedOptimizer, extra: dict[str,
 
 
 def _empty_optimizer(
-    engine: Engine, sharded: ShardedOptimizer, metadata: Metadata
+    engine: Training, sharded: ShardedOptimizer, metadata: Metadata
 ) -> dict[str, tuple[torch.Tensor, tuple[PagedTensor, str]]]:
     """Room for every saved state of every parameter, by key."""
     found: dict[str, tuple[torch.Tensor, tuple[PagedTensor, str]]] = {}
@@ -256,7 +254,7 @@ def _empty_optimizer(
     return found
 
 
-def _empty_masters(engine: Engine, metadata: Metadata) -> dict[str, torch.Tensor]:
+def _empty_masters(engine: Training, metadata: Metadata) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in parameters_of(engine).items():
         described = metadata.state_dict_metadata.get(f"master.{name}")
@@ -275,7 +273,7 @@ def _room(described: TensorStorageMetadata, parameter: PagedTensor, name: str) -
 
 
 def _restore_optimizer(
-    engine: Engine,
+    engine: Training,
     sharded: ShardedOptimizer,
     extra: dict[str, Any],
     restored: dict[str, tuple[torch.Tensor, tuple[PagedTensor, str]]],
@@ -296,7 +294,7 @@ def _restore_optimizer(
         optimizer.state[by_name[name]].update(values)
 
 
-def _load(engine: Engine, state: dict[str, Any], path: Path) -> None:
+def _load(engine: Training, state: dict[str, Any], path: Path) -> None:
     """torch's `load`, on the ranks that the model is sharded over."""
     if engine.process_group is None:
         with alone():

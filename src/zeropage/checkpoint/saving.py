@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -32,15 +32,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zeropage.checkpoint.blob import write_blob
-from zeropage.checkpoint.contents import Stateful, entries_of
+from zeropage.checkpoint.contents import Stateful, Training, entries_of
 from zeropage.checkpoint.direct import DirectFile
 from zeropage.checkpoint.folder import METADATA, FileSum, Lock, Manifest, check_tag, publish, stage, write_durably
 from zeropage.checkpoint.parts import Part
 from zeropage.checkpoint.verdict import raise_together
 from zeropage.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from zeropage.engine import Engine
 
 __all__ = ["About", "Save", "begin_save", "end_save"]
 
@@ -66,7 +63,7 @@ class _Aborted(Exception):
 
 
 def begin_save(
-    engine: Engine,
+    engine: Training,
     folder: Path,
     tag: str | None,
     client_state: Mapping[str, Any] | None,
@@ -118,7 +115,7 @@ def begin_save(
     return Save(transport.rank, folder / made, entries, about, lock, engine.pagers[0].config.timeout_s)
 
 
-def end_save(engine: Engine, saving: Save) -> None:
+def end_save(engine: Training, saving: Save) -> None:
     """Wait until the checkpoint is published (all ranks together).
 
     Raises:
