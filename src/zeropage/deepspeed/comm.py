@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zeropage.deepspeed.logs import log_dist, logger
 from zeropage.errors import ConfigError
+from zeropage.transport import end_group
 
 __all__ = [
     "ProcessGroup", "ReduceOp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
@@ -193,7 +194,7 @@ def init_distributed(
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size < 0 else world_size
     if init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
-        atexit.register(_end)
+        atexit.register(end_group)
         return
     if init_method is None:
         if "MASTER_ADDR" not in os.environ:
@@ -204,13 +205,7 @@ def init_distributed(
     if verbose:
         log_dist(f"starting torch.distributed with backend {backend}", ranks=[0])
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=wait)
-    atexit.register(_end)
-
-
-def _end() -> None:
-    """Whoever starts a group ends it: a process that exits with a gloo group open aborts now and then."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(end_group)
 
 
 def _backend(asked: str | None) -> str:

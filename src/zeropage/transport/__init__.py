@@ -9,11 +9,11 @@ from zeropage.config import Config
 from zeropage.errors import TransportUnavailableError
 from zeropage.transport.base import Accumulator, Transport
 from zeropage.transport.collective import CollectiveTransport
-from zeropage.transport.group import Group, find_group
+from zeropage.transport.group import Group, end_group, find_group
 from zeropage.transport.local import LocalTransport
 from zeropage.transport.shared import SharedTransport
 
-__all__ = ["Accumulator", "Group", "Transport", "find_group", "open_transport"]
+__all__ = ["Accumulator", "Group", "Transport", "end_group", "find_group", "open_transport"]
 
 
 def open_transport(config: Config, group: Group, *, on_cpu: bool) -> Transport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from zeropage.errors import ConfigError
 
-__all__ = ["Group", "find_group"]
+__all__ = ["Group", "end_group", "find_group"]
 
 _T = TypeVar("_T")
 _LAUNCHERS = (
@@ -99,7 +100,15 @@ def _start(timeout_s: float) -> bool:
         )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    atexit.register(end_group)
     return True
+
+
+def end_group() -> None:
+    """For `atexit`, by whoever started torch's default group: a process that exits with one of gloo's open aborts now
+    and then."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _boot_id() -> str:
