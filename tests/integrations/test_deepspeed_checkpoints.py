@@ -21,7 +21,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import zeropage as zp
-from tests.fixtures.make_deepspeed import CASES, FOLDER, LOSS_SCALE, MORE_STEPS, Case, batch, build
+from tests.fixtures.make_deepspeed import CASES, FOLDER, LOSS_SCALE, MORE_STEPS, Case, batch, build, schedule
 from tests.harness import run
 from zeropage import cli
 from zeropage.checkpoint import convert_deepspeed
@@ -52,7 +52,7 @@ def _engine(case: Case, *, frozen_too: bool = False) -> zp.Engine:
         config |= {"precision": case.precision, "cast_frozen": True}
     if case.precision == "fp16":
         config["loss_scale"] = {"window": LOSS_SCALE["loss_scale_window"], "hysteresis": LOSS_SCALE["hysteresis"]}
-    return zp.Engine(model, optimizer, config)
+    return zp.Engine(model, optimizer, config, lr_scheduler=schedule(case, optimizer))
 
 
 def _loaded_and_trained(name: str, folder: str) -> dict[str, Any]:
@@ -65,6 +65,7 @@ def _loaded_and_trained(name: str, folder: str) -> dict[str, Any]:
         assert optimizer is not None
         seen["settings"] = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         seen["steps"] = {float(state["step"]) for state in optimizer.state.values()}
+        seen["scheduler"] = {} if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
         seen["losses"] = []
         for step in range(case.steps, case.steps + MORE_STEPS):
             loss = engine(batch(step))
@@ -123,6 +124,11 @@ def test_what_was_held_is_held_again_and_training_goes_on(name: str, world: int,
             assert torch.equal(seen["values"][key], value), key
         _check_small_things(name, case, seen)
         tolerance = TOLERANCE[case.precision]
+        if case.scheduler:
+            assert [group["lr"] for group in seen["settings"]] == expected["rates"].tolist()
+        if case.scheduler == "deepspeed":  # from here on the rates are the program's own matter
+            assert seen["losses"][0] == pytest.approx(expected["losses"][0].item(), rel=tolerance)
+            continue
         assert seen["losses"] == pytest.approx(expected["losses"].tolist(), rel=tolerance)
         for key, value in seen["after"].items():
             torch.testing.assert_close(value, expected[key.replace("master.", "after.", 1)], rtol=0, atol=5 * tolerance)
@@ -131,7 +137,12 @@ def test_what_was_held_is_held_again_and_training_goes_on(name: str, world: int,
 def _check_small_things(name: str, case: Case, seen: dict[str, Any]) -> None:
     assert seen["found"].tag == f"global_step{case.steps}"
     assert seen["found"].global_step == case.applied
-    assert seen["found"].client_state == {"note": f"made as {name}"}
+    client_state = dict(seen["found"].client_state)
+    if case.scheduler == "deepspeed":
+        assert client_state.pop("deepspeed_lr_scheduler") == {"last_batch_iteration": case.steps - 1}
+    if case.scheduler == "torch":
+        assert seen["scheduler"]["last_epoch"] == case.steps
+    assert client_state == {"note": f"made as {name}"}
     assert seen["steps"] == {case.applied}
     progress = seen["progress"]
     assert (progress["global_step"], progress["skipped_steps"]) == (case.applied, len(case.poisoned))
@@ -142,7 +153,7 @@ def _check_small_things(name: str, case: Case, seen: dict[str, Any]) -> None:
     if case.two_groups:
         assert [group["weight_decay"] for group in seen["settings"]] == [0.1, 0.01]
         assert [group["betas"] for group in seen["settings"]] == [(0.9, 0.999), (0.8, 0.95)]
-        assert [group["lr"] for group in seen["settings"]] == [1e-2, 3e-3]
+        assert case.scheduler or [group["lr"] for group in seen["settings"]] == [1e-2, 3e-3]
 
 
 def test_frozen_parameters_in_a_group() -> None:

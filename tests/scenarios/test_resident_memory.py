@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropage as zp
+from tests.fixtures.make_deepspeed import FOLDER
 from tests.harness import run
 from tests.harness.resident import Resident, resident
 from tests.scenarios.beside import plain_copy
+from zeropage.checkpoint import convert_deepspeed
+from zeropage.checkpoint.deepspeed_files import load_file
 
 MB = 1 << 20
 BUFFER = 64 * MB
@@ -155,3 +158,68 @@ def test_from_pretrained(transport: str, world: int, tmp_path: Path) -> None:
         # in one shared memory the first rank writes, and so is charged with, everybody's shards
         shards = total if transport == "shared" and rank == 0 else shards
         assert memory.peak - memory.before <= shards + BOUND, memory
+
+
+# -- from DeepSpeed
+
+
+def _enlarge(small: Path, large: Path) -> None:
+    """Files that DeepSpeed wrote on two ranks, with larger tensors in their places and none of its own objects."""
+    large.mkdir(parents=True)
+    model = dict(load_file(small / "mp_rank_00_model_states.pt").values)
+    shapes = {f"layers.{i}": torch.Size([2048, 4096]) for i in range(LAYERS)}
+    model |= {
+        "module": {name: torch.full(shape, float(i)).bfloat16() for i, (name, shape) in enumerate(shapes.items())},
+        "buffer_names": [],
+        "param_shapes": [shapes],
+        "ds_config": {},
+    }
+    torch.save(model, large / "mp_rank_00_model_states.pt")
+    whole = torch.cat([torch.full((shape.numel(),), float(i)) for i, shape in enumerate(shapes.values())])
+    for rank, part in enumerate(whole.chunk(2)):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        state = dict(load_file(small / name).values["optimizer_state_dict"])
+        (old,) = state["base_optimizer_state"]["state"].values()
+        moments = {"step": old["step"], "exp_avg": part + 100, "exp_avg_sq": part + 200}
+        state |= {
+            "loss_scaler": None,
+            "zero_stage": 1,
+            "base_optimizer_state": {**state["base_optimizer_state"], "state": {0: moments}},
+            "single_partition_of_fp32_groups": [part.clone()],
+            "param_alignment_paddings": [[0] * LAYERS],
+            "param_slice_mappings": [],
+        }
+        torch.save({"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"}, large / name)
+
+
+def _imports(folder: Path) -> Resident:
+    with resident() as imported:
+        convert_deepspeed(folder / "theirs", folder / "ours", "large")
+    return imported
+
+
+def _loads_theirs(transport: str, folder: Path) -> Resident:
+    model = _Stack().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    engine = zp.Engine(model, optimizer, {"transport": transport, "precision": "bf16"})
+    engine.load(folder / "ours")
+    with resident() as loaded:
+        engine.load(folder / "theirs", "large")
+    _check_values(model)
+    for index, parameter in enumerate(model.parameters()):
+        moments = engine.optimizer.state[parameter]
+        assert bool((zp.local(moments["exp_avg"]) == index + 100.0).all())
+    engine.close()
+    return loaded
+
+
+@worlds
+def test_a_checkpoint_of_deepspeed(world: int, tmp_path: Path) -> None:
+    """Its conversion by one process, and the load that converts first (on rank 0)."""
+    _enlarge(FOLDER / "stage1-fp32" / "global_step3", tmp_path / "theirs" / "large")
+    (memory,) = run(1, _imports, tmp_path, timeout=300)
+    assert memory.extra <= BOUND, memory
+    for memory in run(world, _loads_theirs, "shared", tmp_path, timeout=300):
+        # one process has written it, tensors whole; torch's reader has a whole one as bytes, and as a tensor, and the
+        # one before
+        assert memory.extra <= BOUND + 2 * TENSOR, memory
