@@ -90,7 +90,7 @@ def _leg(folder: Path, name: str, make: MakeScheduler, *, resume: bool, **config
     scheduler = make(optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*not elementwise.*")
-        engine = zp.Engine(model, optimizer, {"timeout_s": 20, **config}, lr_scheduler=scheduler)
+        engine = zp.Engine(model, optimizer, {"timeout_s": 60, **config}, lr_scheduler=scheduler)
         if resume:
             assert engine.load(folder).global_step == BEFORE
         for step in range(BEFORE, BEFORE + AFTER) if resume else range(BEFORE):
