@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import zeropage
 
-__all__ = ["ACCELERATE", "PROGRAMS", "TORCHRUN", "ds_config", "launch", "started"]
+__all__ = ["ACCELERATE", "PROGRAMS", "TORCHRUN", "Run", "ds_config", "launch", "started"]
 
 SOURCE = Path(zeropage.__file__).parents[1]
 PROGRAMS = Path(__file__).with_name("programs")
@@ -54,6 +55,14 @@ def ds_config(path: Path, **changes: Any) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a program said, and what its ranks left behind for the test, by rank."""
+
+    output: str
+    told: list[dict[str, Any]]
+
+
 def launch(
     program: str,
     folder: Path,
@@ -61,12 +70,12 @@ def launch(
     ranks: int = 2,
     launcher: tuple[str, ...] = TORCHRUN,
     timeout: float = 300.0,
-    expect_failure: bool = False,
-) -> list[dict[str, Any]]:
-    """Run a program of `programs/` in `folder`; what its ranks told, by rank. Its first argument is `folder`."""
+) -> Run:
+    """Run a program of `programs/` in `folder`, which is its first argument. It has to end well."""
     done = started(program, folder, *arguments, ranks=ranks, launcher=launcher, timeout=timeout)
-    assert (done.returncode != 0) == expect_failure, done.stdout + done.stderr
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return Run(done.stdout + done.stderr, told)
 
 
 def started(

@@ -23,7 +23,7 @@ from tests.integrations.programs.parts import arguments, llama, losses, tokens  
 def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of the program, and what its ranks have seen."""
     folder = tmp_path_factory.mktemp("life")
-    return folder, launch("trainer_life.py", folder, ds_config(folder / "ds.json"))
+    return folder, launch("trainer_life.py", folder, ds_config(folder / "ds.json")).told
 
 
 @pytest.fixture
