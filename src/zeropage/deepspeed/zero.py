@@ -27,6 +27,7 @@ from zeropage.deepspeed.estimates import (
 from zeropage.deepspeed.generation import unwrap_model_for_generation
 from zeropage.deepspeed.settings import read_settings
 from zeropage.deepspeed.sources import load_config
+from zeropage.deepspeed.transformers_loading import keep_loading_flags
 from zeropage.edit import gather
 from zeropage.errors import ConfigError
 from zeropage.tensor import PagedTensor, ZeroParamStatus, ZeroParamType
@@ -110,6 +111,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self.enabled:
+            keep_loading_flags()
             if self._dtype is not None:
                 # before the hook of zp.init, which pages what it sees
                 self._inside.callback(register_module_parameter_registration_hook(self._casting_hook()).remove)
