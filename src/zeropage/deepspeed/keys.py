@@ -97,7 +97,9 @@ KEYS: Mapping[str, Key] = {
     "flops_profiler.recompute_fwd_factor": _silent("recomputed forwards are counted as they happen"),
     "autotuning": _refused("nothing is tuned here: zeropage has few numbers to tune; remove the block"),
     # -- precision
-    "fp16.enabled": _honoured("trainable parameters in fp16, masters in fp32; frozen parameters and buffers stay"),
+    "fp16.enabled": _honoured(
+        "parameters in fp16, masters in fp32 of trained ones; frozen bf16 parameters and buffers stay"
+    ),
     "fp16.auto_cast": _honoured("floating-point inputs of forward are cast to fp16"),
     "fp16.loss_scale": _honoured("a fixed loss scale; 0: it follows the overflows"),
     "fp16.initial_scale_power": _honoured("the first loss scale is 2 to this power"),
@@ -106,7 +108,9 @@ KEYS: Mapping[str, Key] = {
     "fp16.consecutive_hysteresis": _refused("hysteresis is refilled by a clean window; remove it"),
     "fp16.min_loss_scale": _honoured("the loss scale never falls below"),
     "fp16.fp16_master_weights_and_grads": _refused("masters are fp32; remove it"),
-    "bf16.enabled": _honoured("trainable parameters in bf16, masters in fp32; frozen parameters and buffers stay"),
+    "bf16.enabled": _honoured(
+        "parameters in bf16, masters in fp32 of trained ones; frozen fp16 parameters and buffers stay"
+    ),
     "bf16.immediate_grad_update": _silent("gradients are added to their owners as they appear, always"),
     "bf16.check_grad_overflow": _honoured(
         "whether stages 0 to 2 skip a step whose gradient is not finite; 3 always does"
