@@ -220,7 +220,7 @@ class Engine:
         return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self._may_skip)
 
     def _norm(self, verdict: Verdict) -> float:
-        return verdict.square_sum**0.5 / self.loss_scale
+        return float(verdict.square_sum**0.5) / self.loss_scale
 
     @property
     def _may_skip(self) -> bool:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from tests.integrations.launching import Run, ds_config, launch  # noqa: E402  after the packages that it needs
+from tests.integrations.launching import Run, ds_config, launch
 
 OFFLOADED = {
     "zero_optimization": {

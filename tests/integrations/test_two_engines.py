@@ -11,7 +11,7 @@ from torch import nn
 
 pytest.importorskip("accelerate")
 
-from tests.integrations.launching import launch, started  # noqa: E402  after the package that it needs
+from tests.integrations.launching import launch, started
 
 
 def _build(seed: int, wide: int) -> nn.Module:

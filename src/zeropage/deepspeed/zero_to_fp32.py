@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeropage.checkpoint import convert_deepspeed
-from zeropage.checkpoint.deepspeed_files import is_deepspeed
 from zeropage.checkpoint.contents import read_extra
+from zeropage.checkpoint.deepspeed_files import is_deepspeed
 from zeropage.checkpoint.folder import METADATA
 from zeropage.errors import CheckpointError
 from zeropage.weights.plan import dtype_of, size_of

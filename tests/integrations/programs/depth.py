@@ -119,9 +119,16 @@ training_args = arguments(
 )
 model = Depth(
     GLPNConfig(
-        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[4, 4],
-        num_attention_heads=[1, 2], mlp_ratios=[2, 2], drop_path_rate=0.0,
-    )  # fmt: skip
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        patch_sizes=[3, 3],
+        strides=[4, 4],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        drop_path_rate=0.0,
+    )
 )
 trainer = Trainer(
     model=model, args=training_args, train_dataset=Images(), callbacks=[SaveBeforeTheFirstStep(), WatchScale()]

@@ -1,4 +1,4 @@
-"""For `accelerate launch --use_deepspeed`: a raw loop with `Accelerator`, then a `Trainer`; no word of DeepSpeed here."""
+"""For `accelerate launch --use_deepspeed`: a raw loop with `Accelerator`, then a `Trainer`; neither names DeepSpeed."""
 
 import sys
 from pathlib import Path
@@ -55,7 +55,6 @@ with torch.no_grad():
     outputs = [accelerator.gather_for_metrics(model(**batch).logits.mean(dim=(1, 2))) for batch in loader]
 seen["evaluated"] = torch.cat(outputs).tolist()
 accelerator.free_memory()
-del model, optimizer, loader, scheduler, accelerator
 
 # -- the Trainer
 
