@@ -59,6 +59,14 @@ def test_accumulation_evaluation_prediction_and_saved_model(seen: dict[str, Any]
         assert torch.allclose(saved.state_dict()[name], value, atol=1e-5), name
 
 
+def test_training_after_an_evaluation(seen: dict[str, Any], tmp_path: Path) -> None:
+    """transformers goes on with an engine that it has destroyed: an error with DeepSpeed too, and here a clear one."""
+    assert "trainer.model_wrapped = trainer.model" in seen["said"]
+    plain = _plain(tmp_path)
+    plain.train()
+    assert seen["after evaluation"] == pytest.approx(losses(plain), rel=1e-5)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_changes_nothing(reentrant: bool, seen: dict[str, Any], tmp_path: Path) -> None:
     plain = _plain(tmp_path)
@@ -72,6 +80,15 @@ def test_resumed_is_equal_to_the_bit(seen: dict[str, Any], life: Any) -> None:
     resumed = load_file(life[0] / "resumed/model.safetensors")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_larger_vocabulary(seen: dict[str, Any], life: Any) -> None:
+    """(That the ranks drew the same new rows is what `seen` looks at.)"""
+    assert seen["rows"] == [[37, 16], 37]
+    assert seen["all sharded"] and seen["old rows kept"] and seen["new rows trained"]
+    assert all(torch.tensor(rows).isfinite().all() for rows in seen["new rows"])
+    saved = transformers.LlamaForCausalLM.from_pretrained(life[0] / "resized/end")
+    assert saved.config.vocab_size == 37 and saved.lm_head.weight.shape == (37, 16)
 
 
 def test_bf16_casts_parameters_only(seen: dict[str, Any], tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ import json
 import sys
 from pathlib import Path
 
+import deepspeed
+import torch
 from parts import arguments, llama, losses, tell, tokens
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 folder = Path(sys.argv[1])
 DS = json.loads(Path(sys.argv[2]).read_text()) | {"bf16": {"enabled": "auto"}}
@@ -25,9 +27,21 @@ def trainer(name, model=None, **changes):
     return made
 
 
-# evaluate first, with a Trainer of its own
+def full(parameter):
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+# evaluate first; the Trainer would go on with the engine of the evaluation, which it has destroyed
 before = trainer("before")
 seen["before"] = before.evaluate()["eval_loss"]
+try:
+    before.train()
+except Exception as error:
+    seen["said"] = str(error)
+before.model_wrapped = before.model
+before.train()
+seen["after evaluation"] = losses(before)
 
 # train with accumulation, evaluate, predict, save
 one = trainer("one", gradient_accumulation_steps=4)
@@ -59,6 +73,22 @@ resumed = trainer("whole", max_steps=5, warmup_steps=2)
 resumed.train(resume_from_checkpoint=str(folder / "whole/checkpoint-2"))
 seen["resumed"] = losses(resumed)[-3:]
 resumed.save_model(str(folder / "resumed"))
+
+# a larger vocabulary for a model that was never whole
+resizing = arguments(folder / "resized", deepspeed=json.loads(json.dumps(DS)))
+grown = LlamaForCausalLM.from_pretrained(folder / "model")
+old = {name: full(p) for name, p in grown.named_parameters()}
+grown.resize_token_embeddings(37)
+seen["rows"] = [list(grown.get_input_embeddings().weight.shape), grown.config.vocab_size]
+seen["all sharded"] = all(hasattr(parameter, "ds_id") for parameter in grown.parameters())
+new = {name: full(p) for name, p in grown.named_parameters()}
+seen["old rows kept"] = all(torch.equal(new[name][: len(value)], value) for name, value in old.items())
+seen["new rows"] = [new[name][31:].tolist() for name in ("model.embed_tokens.weight", "lm_head.weight")]
+wider = [{key: value + 6 for key, value in row.items()} for row in tokens(24)]
+larger = Trainer(model=grown, args=resizing, train_dataset=wider)
+larger.train()
+larger.save_model(str(folder / "resized/end"))
+seen["new rows trained"] = not torch.equal(full(grown.lm_head.weight)[31:], new["lm_head.weight"][31:])
 
 # bf16: parameters are cast, buffers are not
 half = trainer("half", bf16=True, use_cpu=True)
