@@ -23,6 +23,7 @@ PLAIN_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "{ranks}", 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("native")
+    _plain(folder / "plain", max_steps=5, save_strategy="steps", save_steps=2).train()
     return folder, launch("trainer_native.py", folder, launcher=PLAIN_TORCHRUN).told
 
 
@@ -71,6 +72,23 @@ def test_resumed_is_equal_to_the_bit(seen: dict[str, Any], life: Any) -> None:
     resumed = load_file(life[0] / "resumed/model.safetensors")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_over_messages(seen: dict[str, Any], life: Any, tmp_path: Path) -> None:
+    plain = _plain(tmp_path, max_steps=5)
+    plain.train()
+    assert seen["far"] == pytest.approx(losses(plain), rel=1e-5)
+    assert seen["far evaluated"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    assert seen["far resumed"] == seen["far"][-3:]
+    saved = transformers.LlamaForCausalLM.from_pretrained(life[0] / "far/end")
+    for name, value in plain.model.state_dict().items():
+        assert torch.allclose(saved.state_dict()[name], value, atol=1e-5), name
+
+
+def test_on_from_a_checkpoint_of_the_ordinary_trainer(seen: dict[str, Any], tmp_path: Path) -> None:
+    plain = _plain(tmp_path, max_steps=5)
+    plain.train()
+    assert seen["from a plain one"] == pytest.approx(losses(plain)[-3:], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -43,6 +43,11 @@ CASES: dict[str, tuple[Callable[[State], State], dict[str, Any]]] = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A folder with a checkpoint for each case, and what the ranks have seen."""
     folder = tmp_path_factory.mktemp("pretrained")
+    _prepare(folder)
+    return folder, launch("pretrained.py", folder, *CASES).told
+
+
+def _prepare(folder: Path) -> None:
     for name, (edit, changes) in CASES.items():
         torch.manual_seed(0)
         model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**WIDE))
@@ -50,7 +55,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
         path = folder / name / "model.safetensors"
         save_file(edit(load_file(path)), path, metadata={"format": "pt"})
         (folder / name / "wanted.json").write_text(json.dumps({**WIDE, **changes}))
-    return folder, launch("pretrained.py", folder, *CASES).told
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,3 +85,11 @@ def test_from_pretrained_and_lora(name: str, runs: tuple[Path, list[dict[str, An
             assert torch.equal(got, value), f"{key} is set to ones"
         else:
             assert value.std() / 2 < got.std() < value.std() * 2, f"{key} is drawn from the same distribution"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="what is read into host memory goes to the GPU")
+def test_on_one_gpu(tmp_path: Path) -> None:
+    _prepare(tmp_path)
+    told = launch("pretrained.py", tmp_path, *CASES, ranks=1).told[0]
+    for name in CASES:
+        assert told[name]["devices"] == ["cuda"] and told[name]["trained"] == told[name]["trainable"]

@@ -490,8 +490,8 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
         if self._destroyed:
             raise ZeropageError(
                 "this engine was destroyed and does not train any more; make another one with initialize(). "
-                "(Accelerate's free_memory() destroys its engine. The Trainer calls it in train(), and goes on with the "
-                "engine that an evaluate() before has made: write trainer.model_wrapped = trainer.model between them.)"
+                "(Accelerate's free_memory() destroys its engine. The Trainer calls it in train(), and goes on with "
+                "the engine that an evaluate() before has made: write trainer.model_wrapped = trainer.model between.)"
             )
 
 

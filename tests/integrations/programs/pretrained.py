@@ -54,7 +54,7 @@ for name in sys.argv[2:]:
     losses = []
     for step in range(3):
         rows = tokens(4, seed=step)[2 * deepspeed.comm.get_rank() :][:2]
-        ids = torch.stack([row["input_ids"] for row in rows])
+        ids = torch.stack([row["input_ids"] for row in rows]).to(engine.device)
         loss = engine(input_ids=ids, labels=ids[:, 0] % 3).loss
         engine.backward(loss)
         engine.step()
@@ -71,6 +71,7 @@ for name in sys.argv[2:]:
             for key, p in peft.named_parameters() if "lora" not in key and "modules_to_save" not in key
             and "original_module" not in key
         ),
+        "devices": sorted({parameter.device.type for parameter in peft.parameters()}),
         "buffer": str(model.model.rotary_emb.inv_freq.dtype),
     }  # fmt: skip
     engine.destroy()

@@ -61,6 +61,21 @@ resumed.train(resume_from_checkpoint=str(folder / "whole/checkpoint-2"))
 seen["resumed"] = losses(resumed)[-3:]
 resumed.save_model(str(folder / "resumed"))
 
+# the same over messages, as between hosts
+far = trainer("far", zeropage_config={"transport": "collective"}, save_strategy="steps", save_steps=2, max_steps=5)
+far.train()
+seen["far"] = losses(far)
+seen["far evaluated"] = far.evaluate()["eval_loss"]
+nearer = trainer("far", zeropage_config={"transport": "collective"}, max_steps=5)
+nearer.train(resume_from_checkpoint=str(folder / "far/checkpoint-2"))
+seen["far resumed"] = losses(nearer)[-3:]
+nearer.save_model(str(folder / "far/end"))
+
+# on from a checkpoint of the ordinary Trainer
+other = trainer("other", max_steps=5)
+other.train(resume_from_checkpoint=str(folder / "plain/checkpoint-2"))
+seen["from a plain one"] = losses(other)[-3:]
+
 # LoRA on a base that was never whole, and the adapter that is saved
 set_seed(0)
 with zp.init():
