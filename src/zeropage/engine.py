@@ -99,6 +99,7 @@ class Engine:
         self.global_step = 0
         self.skipped_steps = 0
         self.grad_norm: float | None = None
+        self._clip_next: float | None = None
         self._micro_steps = 0
         self._bad_loss = False
         self._own_backwards = 0
@@ -161,6 +162,20 @@ class Engine:
 
     # -- step
 
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Let the next `step` scale the gradient down to this 2-norm, instead of `clip_grad_norm` of the config.
+
+        As `torch.nn.utils.clip_grad_norm_`, over all parameters that the engine steps and without a pass over
+        full gradients (all ranks together).
+
+        Returns:
+            The norm of the averaged, unscaled gradient before clipping.
+        """
+        self._require_open()
+        self.grad_norm = self._norm(self._judge(self._require_optimizer()))
+        self._clip_next = max_norm
+        return self.grad_norm
+
     def step(self) -> StepResult:
         """To be called after every micro-batch; steps at every `accumulate`-th one (all ranks together).
 
@@ -185,7 +200,7 @@ class Engine:
         self._micro_steps = 0
         check_optimizer(optimizer.optimizer, self.module)
         verdict = self._judge(optimizer)
-        self.grad_norm = verdict.square_sum**0.5 / self.loss_scale
+        self.grad_norm = self._norm(verdict)
         result = self._skip(verdict) if verdict.reason else self._apply(optimizer)
         if verdict.save_failed:
             self._finish_save()  # raises on all ranks
@@ -203,6 +218,9 @@ class Engine:
             save_failed=self._saving is not None and bool(self._saving.problem),
         )
         return agree(mine, self._pagers[0].transport, self._attempt, may_skip=self._may_skip)
+
+    def _norm(self, verdict: Verdict) -> float:
+        return float(verdict.square_sum**0.5) / self.loss_scale
 
     @property
     def _may_skip(self) -> bool:
@@ -252,7 +270,7 @@ class Engine:
 
     def _clip_factor(self) -> float:
         """As `torch.nn.utils.clip_grad_norm_`: never above one."""
-        limit = self.config.clip_grad_norm
+        limit = self.config.clip_grad_norm if self._clip_next is None else self._clip_next
         if limit is None or self.grad_norm is None:
             return 1.0
         factor = limit / (self.grad_norm + 1e-6)
@@ -261,6 +279,7 @@ class Engine:
     def _drop_gradients(self) -> None:
         self._bad_loss = False
         self._own_backwards = 0
+        self._clip_next = None
         for space in self._spaces:
             space.gradients.forget_backwards()
         self._claim()

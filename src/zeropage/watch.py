@@ -110,6 +110,8 @@ class Watcher:
         elif can_be_paged(value):
             label = f"{type(module).__name__}.{name}"
             old: object = module._parameters.get(name)
+            if isinstance(old, PagedTensor) and value.device.type == "cpu" != old.device.type:
+                value.data = value.data.to(old.device)  # a loader reads into host memory, whatever it replaces
             if here and isinstance(old, PagedTensor):
                 number = old._node.page.number
                 self._waiting[number] = value, label

@@ -491,7 +491,7 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
             raise ZeropageError(
                 "this engine was destroyed and does not train any more; make another one with initialize(). "
                 "(Accelerate's free_memory() destroys its engine. The Trainer calls it in train(), and goes on with "
-                "the engine that an evaluate() before has made: make another Trainer for train(), or evaluate after.)"
+                "the engine that an evaluate() before has made: write trainer.model_wrapped = trainer.model between.)"
             )
 
 

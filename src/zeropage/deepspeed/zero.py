@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from enum import Enum
 from types import TracebackType
@@ -27,6 +27,7 @@ from zeropage.deepspeed.estimates import (
 from zeropage.deepspeed.generation import unwrap_model_for_generation
 from zeropage.deepspeed.settings import read_settings
 from zeropage.deepspeed.sources import load_config
+from zeropage.deepspeed.transformers_loading import keep_loading_flags
 from zeropage.edit import gather
 from zeropage.errors import ConfigError
 from zeropage.tensor import PagedTensor, ZeroParamStatus, ZeroParamType
@@ -110,6 +111,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self.enabled:
+            keep_loading_flags()
             if self._dtype is not None:
                 # before the hook of zp.init, which pages what it sees
                 self._inside.callback(register_module_parameter_registration_hook(self._casting_hook()).remove)
@@ -155,7 +157,8 @@ class GatheredParameters:
     loses them), and what is touched stays in memory until the end. Blocks may be nested and overlap. See `zp.gather`.
 
     Args:
-        params: any iterable of parameters (a generator, with duplicates, empty), or one; plain ones are left alone.
+        params: any iterable of parameters (a generator, with duplicates, empty), or one; plain ones and None
+            are left alone.
         fwd_module: nothing to do: any module may use any parameter.
         enabled: False does nothing.
     """
@@ -164,7 +167,8 @@ class GatheredParameters:
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
         self.enabled = enabled
-        self._block = gather(params, writer=modifier_rank, keep=modifier_rank is None) if enabled else None
+        chosen = _without_none(params)
+        self._block = gather(chosen, writer=modifier_rank, keep=modifier_rank is None) if enabled else None
 
     def __enter__(self) -> None:
         if self._block is not None:
@@ -175,6 +179,15 @@ class GatheredParameters:
     ) -> None:
         if self._block is not None:
             self._block.__exit__(kind, error, trace)
+
+
+def _without_none(params: Any) -> Any:
+    """Programs hand over the bias of a layer that has none, as DeepSpeed lets them."""
+    if isinstance(params, (torch.Tensor, nn.Module)) or not isinstance(params, Iterable):
+        return params
+    if isinstance(params, Mapping):
+        params = params.values()
+    return [parameter for parameter in params if parameter is not None]
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
