@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
