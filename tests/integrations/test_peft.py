@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zeropage as zp
 from tests.harness import run
 from tests.scenarios.beside import averaged_backward, plain_copy, same, same_parameters
+from zeropage.construct import pagers_of
 
 pytest.importorskip("transformers")
 tqdm = pytest.importorskip("tqdm").tqdm
@@ -144,3 +145,16 @@ def test_a_method_does_on_a_sharded_base_what_it_does_on_a_plain_one(method: str
 @pytest.mark.parametrize("method", ["LoRA", "DoRA", "LoRA and whole modules", "prompt tuning from words"])
 def test_over_messages_too(method: str, tmp_path: Path) -> None:
     run(2, _life, method, "shard, attach", "collective", tmp_path)
+
+
+def _attaches(transport: str) -> int:
+    base = zp.shard(_plain_base("LoRA"), {"transport": transport, "timeout_s": 30})
+    parts.attach(base, "LoRA")
+    [pager] = pagers_of(base)
+    dist.barrier()
+    return pager.counters.faults
+
+
+@pytest.mark.parametrize("transport", ["shared", "collective"])
+def test_attaching_plain_lora_gathers_nothing_of_the_base(transport: str) -> None:
+    assert run(2, _attaches, transport) == [0, 0]
