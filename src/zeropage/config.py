@@ -86,7 +86,8 @@ class LossScaleConfig(_Section):
 
 
 class OffloadConfig(_Section):
-    """Where shards live that the device has no room for."""
+    """Where shards live that the device has no room for. In this version "host" has no effect, and says so on a device:
+    on a host without one everything is there already."""
 
     parameters: OffloadTarget = "none"
     """Where the parameter shards live: "none" is on the device of the parameter."""
@@ -141,7 +142,8 @@ class Config(_Section):
     """Whether pages that the last steps predict are gathered before they are asked for."""
 
     offload: OffloadConfig = OffloadConfig()
-    """Where shards live that the device has no room for."""
+    """Where shards live that the device has no room for. In this version "host" has no effect, and says so on a device:
+    on a host without one everything is there already."""
 
     transport: TransportName = "auto"
     """How ranks exchange slices: "auto" is "local" for one rank, "shared" for ranks on one host with

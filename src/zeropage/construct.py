@@ -6,6 +6,7 @@ parameter's worth of memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,8 @@ from zeropage.watch import Watcher, can_be_paged, storage_key
 
 __all__ = ["Space", "init", "pagers_of", "shard", "space_of"]
 
+_log = logging.getLogger(__name__)
+
 ConfigLike = Config | Mapping[str, Any] | str | Path | None
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -37,6 +40,8 @@ class Space:
     """Everything that serves the pages of one `init` or `shard` call."""
 
     def __init__(self, config: Config, group: object, *, on_cpu: bool) -> None:
+        if not on_cpu and "host" in (config.offload.parameters, config.offload.optimizer):
+            _log.warning("offload to 'host' has no effect on a device yet: shards and optimizer states stay there")
         self.group = find_group(group, config.timeout_s)
         self.pager = Pager(open_transport(config, self.group, on_cpu=on_cpu), config)
         self.gradients = Gradients(self.pager)

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from zeropage.config import Config, LossScaleConfig, OffloadConfig
+from zeropage.construct import Space
 from zeropage.errors import ConfigError
 
 
@@ -141,3 +142,11 @@ def test_a_missing_file_and_a_wrong_kind_of_config_raise(tmp_path):
 @pytest.mark.parametrize("section", [Config, LossScaleConfig, OffloadConfig])
 def test_every_setting_is_described(section):
     assert all(field.description for field in section.model_fields.values())
+
+
+def test_offload_that_has_no_effect_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(offload={"optimizer": "host"})
+    Space(config, None, on_cpu=True).close()
+    assert caplog.messages == []
+    Space(config, None, on_cpu=False).close()
+    assert ["no effect on a device" in message for message in caplog.messages] == [True]
