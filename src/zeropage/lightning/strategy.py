@@ -19,7 +19,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -29,7 +29,7 @@ from zeropage.engine import Engine
 from zeropage.errors import CheckpointError, ConfigError
 from zeropage.lightning import checkpoints
 from zeropage.lightning.joined import JoinedOptimizer
-from zeropage.lightning.precision import ParameterPrecision
+from zeropage.lightning.precision import for_pages
 from zeropage.optim import record_of
 from zeropage.tensor import PagedTensor
 
@@ -97,9 +97,7 @@ class ZeropageStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if type(plugin) is HalfPrecision:
-            plugin = ParameterPrecision(plugin.precision)
-        self._precision_plugin = plugin
+        self._precision_plugin = None if plugin is None else for_pages(plugin)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
