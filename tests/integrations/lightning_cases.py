@@ -20,13 +20,16 @@ import zeropage as zp
 import zeropage.lightning  # registers the strategy
 
 __all__ = [
-    "QUIET", "Classifier", "Distillation", "Gan", "Numbers", "Outcome", "full_state", "loader", "train", "trainer_of",
+    "QUIET", "Classifier", "Distillation", "Dropping", "Gan", "Numbers", "Outcome", "Recording", "full_state", "loader",
+    "same_outcome", "train", "trainer_of",
 ]  # fmt: skip
 
 # What Lightning advises (data loader workers, samplers, folders that exist), and what of torch it uses that is old.
 QUIET = (
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
     "ignore:.*LeafSpec.*:",
+    "ignore:.*exists and is not empty.*:",
+    "ignore:.*multiple `ModelCheckpoint` callbacks.*:",
 )
 
 
@@ -84,6 +87,14 @@ class Classifier(Recording):
         optimizer = (torch.optim.SGD if half else torch.optim.AdamW)(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Dropping(Classifier):
+    """Random numbers in training: a resumed run has to go on with those of the interrupted one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.Dropout(0.5))
 
 
 class Gan(Recording):
@@ -153,6 +164,22 @@ class Outcome:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+def same_outcome(expected: Outcome, got: Outcome, tolerance: float = 0.0) -> None:
+    """Same names, dtypes, values and losses: to the bit, or within `tolerance`, absolute and relative."""
+    assert expected.state.keys() == got.state.keys()
+    for name, value in expected.state.items():
+        assert got.state[name].dtype == value.dtype, name
+        _close(value, got.state[name], tolerance, name)
+    _close(torch.tensor(expected.losses), torch.tensor(got.losses), tolerance, "losses")
+
+
+def _close(expected: Tensor, got: Tensor, tolerance: float, what: str) -> None:
+    if tolerance == 0.0:
+        assert torch.equal(expected, got), f"{what}: {expected} is not {got}"
+    else:
+        torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance, msg=what)
+
+
 def full_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: zp.full(value).clone() for name, value in module.state_dict().items()}
 
@@ -173,13 +200,14 @@ def train(
     *,
     ckpt_path: str | Path | None = None,
     then_save: str | Path | None = None,
-    samples: int = 8,
+    validate: bool = False,
+    batch: int = 8,
 ) -> Outcome:
-    """`Trainer.fit` of a module built from one seed, on batches of `samples` over all ranks."""
+    """`Trainer.fit` of a module built from one seed, on batches of `batch` samples over all ranks."""
     torch.manual_seed(0)
     module = build()
     trainer = trainer_of(strategy, devices, **options or {})
-    trainer.fit(module, loader(samples, devices), ckpt_path=ckpt_path)
+    trainer.fit(module, loader(batch, devices), loader(batch, devices) if validate else None, ckpt_path=ckpt_path)
     if then_save is not None:
         trainer.save_checkpoint(then_save)
     return Outcome(module.losses, full_state(module), dict(trainer.callback_metrics))

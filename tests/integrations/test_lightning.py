@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from tests.harness import run
-from tests.integrations.lightning_cases import QUIET, Classifier, Distillation, Gan, Outcome, train
+from tests.integrations.lightning_cases import QUIET, Classifier, Distillation, Gan, Outcome, same_outcome, train
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -33,21 +31,6 @@ TRAININGS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-def _same(expected: Outcome, got: Outcome, tolerance: float = 0.0) -> None:
-    assert expected.state.keys() == got.state.keys()
-    for name, value in expected.state.items():
-        assert got.state[name].dtype == value.dtype, name
-        _close(value, got.state[name], tolerance, name)
-    _close(torch.tensor(expected.losses), torch.tensor(got.losses), tolerance, "losses")
-
-
-def _close(expected: Tensor, got: Tensor, tolerance: float, what: str) -> None:
-    if tolerance == 0.0:
-        assert torch.equal(expected, got), f"{what}: {expected} is not {got}"
-    else:
-        torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance, msg=what)
-
-
 def _both(build: Callable[[], Any], options: dict[str, Any]) -> tuple[Outcome, Outcome]:
     return train(build, "ddp_find_unused_parameters_true", 2, options), train(build, "zeropage", 2, options)
 
@@ -58,7 +41,7 @@ def test_two_ranks_train_as_those_of_ddp(what: str) -> None:
     # DDP adds micro-batches up before ranks; norms are summed in another order
     tolerance = 1e-6 if what in ("accumulated", "clipped by norm") else 0.0
     for expected, got in run(2, _both, build, options):
-        _same(expected, got, tolerance)
+        same_outcome(expected, got, tolerance)
 
 
 @pytest.mark.parametrize("what", ["automatic", "accumulated", "clipped by norm", "64-true"])
@@ -67,7 +50,7 @@ def test_two_ranks_train_as_one_process_on_the_whole_batch(what: str) -> None:
     expected = train(build, "auto", 1, options)
     both = run(2, train, build, "zeropage", 2, options)
     losses = [sum(pair) / 2 for pair in zip(*(outcome.losses for outcome in both), strict=True)]
-    _same(expected, Outcome(losses, both[0].state), 1e-5)
+    same_outcome(expected, Outcome(losses, both[0].state), 1e-5)
     assert len(losses) == 4
 
 
@@ -76,4 +59,4 @@ def test_one_rank_trains_as_lightning_alone(what: str) -> None:
     build, options = TRAININGS[what]
     expected = train(build, "auto", 1, options)
     (got,) = run(1, train, build, "zeropage", 1, options)
-    _same(expected, got, 1e-6 if what == "clipped by norm" else 0.0)
+    same_outcome(expected, got, 1e-6 if what == "clipped by norm" else 0.0)
