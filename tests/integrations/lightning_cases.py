@@ -29,6 +29,7 @@ QUIET = (
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
     "ignore:.*LeafSpec.*:",
     "ignore:.*exists and is not empty.*:",
+    "ignore:The dirpath has changed from.*:",
     "ignore:.*multiple `ModelCheckpoint` callbacks.*:",
 )
 

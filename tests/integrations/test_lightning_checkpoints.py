@@ -86,7 +86,7 @@ def test_it_goes_on_from_what_lightning_saved_by_itself(tmp_path: Path) -> None:
 # -- callbacks
 
 
-def _with_callbacks(folder: Path, ckpt_path: Path | None, epochs: int) -> tuple[Any, ...]:
+def _with_callbacks(strategy: str, folder: Path, ckpt_path: Path | None, epochs: int) -> tuple[Any, ...]:
     """ModelCheckpoint in the middle of an epoch and at its end; EarlyStopping counts on."""
     stopping = EarlyStopping("val", patience=3)
     checkpoints = ModelCheckpoint(folder, "{epoch}-{step}", monitor="val", save_top_k=2, save_last=True)
@@ -94,31 +94,34 @@ def _with_callbacks(folder: Path, ckpt_path: Path | None, epochs: int) -> tuple[
     torch.manual_seed(0)
     module = Classifier()
     trainer = trainer_of(
-        "zeropage", 2, max_epochs=epochs, enable_checkpointing=True, callbacks=[stopping, checkpoints, often]
+        strategy, 2, max_epochs=epochs, enable_checkpointing=True, callbacks=[stopping, checkpoints, often]
     )
     trainer.fit(module, loader(4, 2), loader(4, 2), ckpt_path=ckpt_path)
-    best = trainer.test(module, loader(4, 2), ckpt_path="best", verbose=False)
-    state = full_state(module)
-    return (
-        module.losses, state, stopping.state_dict(), Path(checkpoints.best_model_path).name, best[0]["test"],
-        float(checkpoints.best_model_score), trainer.global_step,
-    )  # fmt: skip
+    last = full_state(module)
+    (best,) = trainer.test(module, loader(4, 2), ckpt_path="best", verbose=False)
+    kept = sorted(path.name for path in folder.glob("*.ckpt"))
+    assert best["test"] == pytest.approx(float(checkpoints.best_model_score))
+    return Outcome(module.losses, last), stopping.state_dict(), best, trainer.global_step, kept
 
 
-def test_callbacks_keep_their_states_and_the_best_is_found_again(tmp_path: Path) -> None:
-    whole = run(2, _with_callbacks, tmp_path / "whole", None, 4)
-    run(2, _with_callbacks, tmp_path / "first", None, 2)
-    again = run(2, _with_callbacks, tmp_path / "first", tmp_path / "first" / "last.ckpt", 4)
-    middle = run(2, _with_callbacks, tmp_path / "middle", tmp_path / "whole" / "often" / "step=6.ckpt", 4)
-    for expected, got, from_middle in zip(whole, again, middle, strict=True):
-        losses, state, *rest = expected
-        assert len(losses) == 16 and rest[-1] == 16
-        assert rest[2] == pytest.approx(rest[3]), "the score of the best is that of its weights"
-        assert got[0] == losses[-len(got[0]) :] and len(got[0]) == 8 and got[2:] == tuple(rest)
-        assert from_middle[0] == losses[6:]
-        assert all(torch.equal(value, got[1][name]) for name, value in state.items())
-    kept = sorted(path.name for path in (tmp_path / "whole").glob("*.ckpt"))
-    assert kept == ["epoch=2-step=12.ckpt", "epoch=3-step=16.ckpt", "last.ckpt"]
+def _resumed_with_callbacks(strategy: str, folder: Path) -> list[tuple[Any, ...]]:
+    """Without an interruption; to the half; from there; and from the middle of an epoch."""
+    return [
+        _with_callbacks(strategy, folder / "whole", None, 4),
+        _with_callbacks(strategy, folder / "half", None, 2),
+        _with_callbacks(strategy, folder / "half", folder / "half" / "last.ckpt", 4),
+        _with_callbacks(strategy, folder / "middle", folder / "whole" / "often" / "step=6.ckpt", 4),
+    ]
+
+
+def test_callbacks_go_on_as_under_ddp_and_find_the_best_again(tmp_path: Path) -> None:
+    everywhere = [run(2, _resumed_with_callbacks, strategy, tmp_path / strategy) for strategy in ("ddp", "zeropage")]
+    for expected, got in zip(*everywhere, strict=True):
+        for (outcome, *rest), (our_outcome, *our_rest) in zip(expected, got, strict=True):
+            same_outcome(outcome, our_outcome)
+            assert our_rest == rest
+        same_outcome(_tail(got[0][0], 8), got[2][0])
+        assert got[0][-1] == got[2][-1] == ["epoch=2-step=12.ckpt", "epoch=3-step=16.ckpt", "last.ckpt"]
 
 
 # -- weights alone, and parts
