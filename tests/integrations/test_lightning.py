@@ -7,7 +7,6 @@ batches of twice the size, to rounding. One rank is compared with Lightning with
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest

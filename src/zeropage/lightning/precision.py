@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
@@ -28,8 +27,8 @@ __all__ = ["for_pages"]
 class _Paged(Precision):
     """What all of them do."""
 
-    def optimizer_step(
-        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    def optimizer_step(  # type: ignore[override]  # as Lightning's own do
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Forward and backward first, then the step: between ranks these are two phases.
 
@@ -85,7 +84,7 @@ def for_pages(plugin: Precision) -> Precision:
     if type(plugin) is DoublePrecision:
         return WideParameterPrecision()
     if type(plugin) is MixedPrecision:
-        return AutocastPrecision(plugin.precision, plugin.device, plugin.scaler)
+        return AutocastPrecision(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
     return plugin
 
 
