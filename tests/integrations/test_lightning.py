@@ -6,13 +6,30 @@ batches of twice the size, to rounding. One rank is compared with Lightning with
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import run
-from tests.integrations.lightning_cases import QUIET, Classifier, Distillation, Gan, Outcome, same_outcome, train
+from tests.integrations.lightning_cases import (
+    QUIET,
+    Classifier,
+    Distillation,
+    Gan,
+    Numbers,
+    Outcome,
+    full_state,
+    loader,
+    same_outcome,
+    train,
+    trainer_of,
+)
+from zeropage.errors import ConfigError
+from zeropage.lightning import ZeropageStrategy
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -59,3 +76,99 @@ def test_one_rank_trains_as_lightning_alone(what: str) -> None:
     expected = train(build, "auto", 1, options)
     (got,) = run(1, train, build, "zeropage", 1, options)
     same_outcome(expected, got, 1e-6 if what == "clipped by norm" else 0.0)
+
+
+# -- fp32 masters, which Lightning's other strategies have not
+
+
+class _Slow(Classifier):
+    """Updates that are nothing in bf16."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def _on_masters() -> list[list[float]]:
+    """Plain torch: bf16 copies compute, fp32 values are stepped. The losses of both ranks."""
+    torch.manual_seed(0)
+    module = _Slow()
+    optimizer = module.configure_optimizers()
+    exact = {name: p.detach().clone() for name, p in module.net.named_parameters()}
+    told: list[list[float]] = [[], []]
+    samples = torch.stack([Numbers()[i] for i in range(16)])
+    for step in range(4):
+        batch = samples[step % 2 * 8 : step % 2 * 8 + 8].bfloat16()
+        sums = {name: torch.zeros_like(value) for name, value in exact.items()}
+        for rank in range(2):
+            net = copy.deepcopy(module.net).bfloat16()
+            loss = net(batch[rank::2]).float().square().mean()
+            loss.backward()
+            told[rank].append(loss.item())
+            for name, parameter in net.named_parameters():
+                sums[name] += parameter.grad.float() / 2
+        for name, parameter in module.net.named_parameters():
+            parameter.grad = sums[name]
+        optimizer.step()
+    return told
+
+
+def _with_masters(folder: Path) -> tuple[list[float], list[float], set[torch.dtype]]:
+    options = {"precision": "bf16-true", "max_epochs": 2}
+    whole = train(_Slow, ZeropageStrategy(fp32_masters=True), 2, options)
+    half = {**options, "max_epochs": 1}
+    train(_Slow, ZeropageStrategy(fp32_masters=True), 2, half, then_save=folder / "one.ckpt")
+    rest = train(_Slow, ZeropageStrategy(fp32_masters=True), 2, options, ckpt_path=folder / "one.ckpt")
+    assert rest.losses == whole.losses[2:]
+    same_outcome(Outcome(rest.losses, whole.state), rest)
+    without = train(_Slow, "zeropage", 2, options)
+    assert without.losses[1:] != whole.losses[1:]
+    return whole.losses, rest.losses, {value.dtype for value in whole.state.values()}
+
+
+def test_masters_keep_what_bf16_would_lose(tmp_path: Path) -> None:
+    expected = _on_masters()
+    for rank, (losses, rest, dtypes) in enumerate(run(2, _with_masters, tmp_path)):
+        assert losses == expected[rank] and len(rest) == 2
+        assert dtypes == {torch.bfloat16}
+
+
+def _fitted_twice(fits: int) -> Outcome:
+    torch.manual_seed(0)
+    module = _Plain()
+    trainer = trainer_of(ZeropageStrategy(fp32_masters=True), 2, precision="bf16-true", max_epochs=4 // fits)
+    for fit in range(1, fits + 1):
+        trainer.fit_loop.max_epochs = 4 // fits * fit
+        trainer.fit(module, loader(8, 2))
+    return Outcome(module.losses, full_state(module))
+
+
+class _Plain(Classifier):
+    """Its optimizer keeps nothing, so a second fit is the rest of the first."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_a_second_fit_goes_on_with_the_masters() -> None:
+    for once, twice in zip(run(2, _fitted_twice, 1), run(2, _fitted_twice, 2), strict=True):
+        assert len(once.losses) == 8
+        same_outcome(once, twice)
+
+
+def _gan_with_masters() -> list[torch.dtype]:
+    torch.manual_seed(0)
+    module = Gan()
+    trainer = trainer_of(ZeropageStrategy(fp32_masters=True), 2, precision="bf16-true")
+    trainer.fit(module, loader(8, 2))
+    return [o.state[p]["exp_avg" if i == 0 else "momentum_buffer"].dtype
+            for i, o in enumerate(trainer.optimizers) for g in o.param_groups for p in g["params"]]  # fmt: skip
+
+
+def test_masters_of_two_optimizers() -> None:
+    for dtypes in run(2, _gan_with_masters):
+        assert dtypes == [torch.float32] * 8
+
+
+def test_masters_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="bf16-true"):
+        train(Classifier, ZeropageStrategy(fp32_masters=True), 1)

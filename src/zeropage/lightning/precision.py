@@ -19,9 +19,10 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from zeropage.edit import local
+from zeropage.lightning.masters import Masters
 from zeropage.tensor import PagedTensor
 
-__all__ = ["for_pages"]
+__all__ = ["ParameterPrecision", "for_pages"]
 
 
 class _Paged(Precision):
@@ -56,6 +57,22 @@ class ParameterPrecision(_Paged, HalfPrecision):
     would lose 16 bits. This one casts what is trained, and frozen parameters of 32 and 64 bits; inputs as Lightning's.
     """
 
+    masters: Masters | None = None  # set while a model is trained on fp32 masters
+
+    @property
+    def name(self) -> str:
+        """As settings of zeropage call it."""
+        return "bf16" if self._desired_input_dtype == torch.bfloat16 else "fp16"
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.masters is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = self._wrap_closure(model, optimizer, closure)
+        self.masters.step(optimizer)
+        return result
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         dtype = self._desired_input_dtype
         for parameter in module.parameters():
@@ -63,8 +80,12 @@ class ParameterPrecision(_Paged, HalfPrecision):
                 continue
             if parameter.requires_grad or parameter.dtype.itemsize > dtype.itemsize:
                 parameter.data = parameter.data.to(dtype)
-        _update_properties(module, dtype=dtype)
+        self.tell_dtype(module)
         return module
+
+    def tell_dtype(self, module: nn.Module) -> None:
+        """`module.dtype` is what inputs are cast to."""
+        _update_properties(module, dtype=self._desired_input_dtype)
 
 
 class WideParameterPrecision(_Paged, DoublePrecision):

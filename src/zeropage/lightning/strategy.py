@@ -28,7 +28,8 @@ from zeropage.engine import Engine
 from zeropage.errors import CheckpointError, ConfigError
 from zeropage.lightning import checkpoints
 from zeropage.lightning.joined import JoinedOptimizer
-from zeropage.lightning.precision import for_pages
+from zeropage.lightning.masters import Masters
+from zeropage.lightning.precision import ParameterPrecision, for_pages
 from zeropage.optim import record_of
 from zeropage.tensor import PagedTensor
 
@@ -49,6 +50,9 @@ class ZeropageStrategy(DDPStrategy):
 
     Args:
         config: a `zp.Config`, a mapping, or a path to JSON. Accumulation, clipping and precision are the Trainer's.
+        fp32_masters: with precision "bf16-true" or "16-true", optimizers step on fp32 values of what they train, and
+            the parameters are these in 16 bits. Lightning's other strategies step the 16-bit values themselves, in
+            which small updates vanish; DeepSpeed has masters.
         process_group_backend, timeout: as for `DDPStrategy`.
         accelerator, parallel_devices, cluster_environment, precision_plugin: set by the Trainer.
 
@@ -62,6 +66,7 @@ class ZeropageStrategy(DDPStrategy):
         self,
         config: ConfigLike = None,
         *,
+        fp32_masters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -80,6 +85,8 @@ class ZeropageStrategy(DDPStrategy):
         self._config = Config.of(config)
         for key in sorted(_TRAINER_DECIDES.keys() & self._config.model_fields_set):
             raise ConfigError(f"{key} is the Trainer's to decide here: use {_TRAINER_DECIDES[key]}")
+        self._fp32_masters = fp32_masters
+        self._masters: Masters | None = None
         self._from_file = False
 
     @classmethod
@@ -110,23 +117,56 @@ class ZeropageStrategy(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.precision_plugin.convert_module(self.model)
+        precision = self._precision_of_masters() if fitting else None
+        if precision is None:
+            self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         shard(self.model, None if pagers_of(self.model) else self._config)
         self._engine(None)  # says whether every setting can take effect
         self._send_buffers()
         if fitting:
             self.setup_optimizers(trainer)
+        if precision is not None:
+            self._make_masters(precision)
         self.setup_precision_plugin()
+
+    def _precision_of_masters(self) -> ParameterPrecision | None:
+        if not self._fp32_masters:
+            return None
+        if not isinstance(self.precision_plugin, ParameterPrecision):
+            raise ConfigError(
+                f"fp32_masters cannot take effect with precision={self.precision_plugin.precision!r}, whose parameters "
+                "are not cast; use precision='bf16-true', or remove it"
+            )
+        return self.precision_plugin
+
+    def _make_masters(self, precision: ParameterPrecision) -> None:
+        """Cast the parameters; what they were exactly is what the optimizers step."""
+        assert self.lightning_module is not None
+        settings = {"precision": precision.name, "cast_frozen": "wide"}
+        config = Config.of(self._config.model_dump(exclude_unset=True) | settings)
+        masters = Masters(Engine(self.lightning_module, self._joined(), config), self._plain_optimizers())
+        if self._masters is not None:
+            masters.take_over(self._masters)
+        self._masters = masters
+        precision.masters = self._masters
+        precision.tell_dtype(self.lightning_module)
 
     def _engine(self, optimizer: torch.optim.Optimizer | None) -> Engine:
         """Lightning trains; engines are made for what they check, save and load."""
         assert self.lightning_module is not None
         return Engine(self.lightning_module, optimizer, self._config)
 
+    def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.optimizers]
+
+    def _training_engine(self) -> Engine:
+        """With all optimizers, and their masters if there are any."""
+        return self._engine(self._joined()) if self._masters is None else self._masters.engine
+
     def _joined(self) -> torch.optim.Optimizer:
         """The one optimizer, or all of them seen as one."""
-        found = [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.optimizers]
+        found = self._plain_optimizers()
         return found[0] if len(found) == 1 else JoinedOptimizer(found)
 
     # -- buffers: each rank has its own while it trains, and the first rank's are those that count
@@ -183,7 +223,7 @@ class ZeropageStrategy(DDPStrategy):
         path = Path(self.broadcast(filepath))
         if self.is_global_zero and path.is_file():
             path.unlink()
-        engine = self._engine(self._joined() if "optimizer_states" in checkpoint else None)
+        engine = self._training_engine() if "optimizer_states" in checkpoint else self._engine(None)
         engine.global_step = checkpoint["global_step"]
         checkpoints.save(engine, path, checkpoint, self._left_out(checkpoint["state_dict"]))
 
@@ -212,7 +252,7 @@ class ZeropageStrategy(DDPStrategy):
         if self._from_file:
             return super().load_checkpoint(path, weights_only=weights_only)
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        engine = self._engine(self._joined() if fitting else None)
+        engine = self._training_engine() if fitting else self._engine(None)
         strict = self.lightning_module.strict_loading
         return checkpoints.load(engine, path, weights=not fitting, strict=strict, safe=weights_only)
 
