@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 
 from tests.harness import run
 from tests.integrations.lightning_cases import (
@@ -76,6 +78,66 @@ def test_one_rank_trains_as_lightning_alone(what: str) -> None:
     expected = train(build, "auto", 1, options)
     (got,) = run(1, train, build, "zeropage", 1, options)
     same_outcome(expected, got, 1e-6 if what == "clipped by norm" else 0.0)
+
+
+def _over_messages(build: Callable[[], Any], options: dict[str, Any]) -> tuple[Outcome, Outcome]:
+    return train(build, "ddp_find_unused_parameters_true", 2, options), train(
+        build, ZeropageStrategy({"transport": "collective"}), 2, options
+    )
+
+
+@pytest.mark.parametrize("what", ["clipped by norm", "bf16-mixed", "manual, two optimizers", "teacher and student"])
+def test_ranks_that_share_no_memory(what: str) -> None:
+    build, options = TRAININGS[what]
+    for expected, got in run(2, _over_messages, build, options):
+        same_outcome(expected, got, 1e-6)
+
+
+# -- callbacks that reach into the training, and an optimizer that calls its closure itself
+
+
+class _Quasi(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class _FrozenAtFirst(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class _Thaw(BaseFinetuning):
+    """The first layer is trained from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+def _with_callback(
+    build: Callable[[], Any], strategy: str, devices: int, callback: Callable[[], Any] | None
+) -> Outcome:
+    return train(build, strategy, devices, {"max_epochs": 4, "callbacks": [] if callback is None else [callback()]})
+
+
+@pytest.mark.filterwarnings("ignore:LBFGS is not elementwise.*:", "ignore:SWA is currently only.*:")
+@pytest.mark.parametrize(
+    ("build", "callback"),
+    [
+        pytest.param(_Quasi, None, id="LBFGS"),
+        pytest.param(_FrozenAtFirst, _Thaw, id="thawing"),
+        pytest.param(Classifier, partial(StochasticWeightAveraging, 1e-3, swa_epoch_start=1), id="averaging"),
+        pytest.param(Classifier, partial(EMAWeightAveraging, decay=0.9), id="moving average"),
+    ],
+)
+def test_what_reaches_into_the_training(build: Callable[[], Any], callback: Callable[[], Any] | None) -> None:
+    expected = _with_callback(build, "auto", 1, callback)
+    both = run(2, _with_callback, build, "zeropage", 2, callback)
+    losses = [sum(pair) / 2 for pair in zip(*(outcome.losses for outcome in both), strict=True)]
+    same_outcome(expected, Outcome(losses, both[0].state), 1e-4)
 
 
 # -- fp32 masters, which Lightning's other strategies have not
