@@ -134,8 +134,12 @@ def _with_callback(
     ],
 )
 def test_what_reaches_into_the_training(build: Callable[[], Any], callback: Callable[[], Any] | None) -> None:
-    expected = _with_callback(build, "auto", 1, callback)
     both = run(2, _with_callback, build, "zeropage", 2, callback)
+    if build is _Quasi:  # it makes much of the rounding of a batch in one piece
+        for ddp, ours in zip(run(2, _with_callback, build, "ddp", 2, callback), both, strict=True):
+            same_outcome(ddp, ours, 1e-5)
+        return
+    expected = _with_callback(build, "auto", 1, callback)
     losses = [sum(pair) / 2 for pair in zip(*(outcome.losses for outcome in both), strict=True)]
     same_outcome(expected, Outcome(losses, both[0].state), 1e-4)
 
