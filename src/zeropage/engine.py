@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -327,6 +327,7 @@ class Engine:
         *,
         keep: int | None = None,
         trainable_only: bool = False,
+        leave_out: Collection[str] = (),
         latest: bool = True,
         data_loader: Stateful | None = None,
     ) -> str:
@@ -344,6 +345,7 @@ class Engine:
                 failure is raised by the next `step`, `save`, `load` or `close`, on all ranks.
             keep: remove all but the newest `keep` checkpoints once this one is published.
             trainable_only: leave frozen parameters out; `load` then leaves those of the model as they are.
+            leave_out: names of parameters and buffers to leave out besides; `load` leaves those as they are too.
             latest: False leaves the file `latest` as it is: `load` takes this checkpoint by its tag only.
             data_loader: anything with `state_dict()` and `load_state_dict()`; its position is kept for each rank.
 
@@ -358,7 +360,7 @@ class Engine:
         self._finish_save()
         self._saving = begin_save(
             self, Path(folder), tag, client_state,
-            keep=keep, trainable_only=trainable_only, latest=latest, data_loader=data_loader,
+            keep=keep, trainable_only=trainable_only, leave_out=leave_out, latest=latest, data_loader=data_loader,
         )  # fmt: skip
         for pager in self._pagers:
             pager.before_writes = self._saving.await_written
@@ -454,9 +456,7 @@ class Engine:
 
     def _release(self) -> None:
         for record in self._own_records():
-            record.drop_gradient()
-            if record.accumulator is not None:
-                record.accumulator.release()
+            record.release()
         for pager in self._pagers:
             pager.evict_all()
         self._sharded = None

@@ -251,6 +251,12 @@ class Record:
             self._next_epoch()
             self._gradients.unsettle()
 
+    def release(self) -> None:
+        """Drop the gradient and give back its memory, until the next one comes."""
+        self.drop_gradient()
+        if self.accumulator is not None:
+            self.accumulator.release()
+
 
 class Gradients:
     """The gradients of all parameters of one pager: adoption, backwards, and when sums are complete."""

@@ -510,6 +510,28 @@ def test_any_order_of_saves_and_loads(tmp_path: Path) -> None:
     run(2, _any_order, str(tmp_path))
 
 
+def _by_name(folder: str) -> None:
+    """Some tensors are left out; loading leaves those of the model alone."""
+    engine = _engine("shared", _model())
+    _train(engine, 2)
+    engine.save(folder, tag="part", leave_out=["0.weight"])
+    trained = _weights(engine)
+    with pytest.raises(CheckpointError, match=r"0\.wieght: the model has no such tensors"):
+        engine.save(folder, tag="typo", leave_out=["0.wieght"])
+    engine.close()
+
+    other = _engine("shared", _model())
+    with torch.no_grad():
+        other.module[0].weight.fill_(7.0)
+    other.load(folder, "part")
+    assert bool((zp.full(other.module[0].weight) == 7.0).all())
+    assert all(torch.equal(zp.full(p), t) for p, t in list(zip(other.module.parameters(), trained, strict=True))[1:])
+
+
+def test_tensors_are_left_out_by_name(tmp_path: Path) -> None:
+    run(2, _by_name, str(tmp_path))
+
+
 def _adapter(folder: str) -> None:
     """Only the last layer is trained."""
     model = _model()

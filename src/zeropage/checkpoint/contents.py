@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,10 +95,14 @@ def entries_of(
     client_state: Mapping[str, Any] | None,
     *,
     trainable_only: bool,
+    leave_out: Collection[str],
     data_loader: Stateful | None,
 ) -> list[tuple[str, Part]]:
     """What this rank writes: its boxes of what is sharded, and on the first rank what all have alike."""
-    left_out = _frozen(engine) if trainable_only else []
+    unknown = sorted(set(leave_out) - tensors_of(engine.module).keys())
+    if unknown:
+        raise CheckpointError(f"leave_out names {', '.join(unknown[:8])}: the model has no such tensors")
+    left_out = sorted({*leave_out, *(_frozen(engine) if trainable_only else ())})
     extra = {
         "version": VERSION,
         "world": engine.pagers[0].transport.world,

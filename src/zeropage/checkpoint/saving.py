@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ def begin_save(
     *,
     keep: int | None,
     trainable_only: bool,
+    leave_out: Collection[str],
     latest: bool,
     data_loader: Stateful | None,
 ) -> Save:
@@ -88,7 +89,9 @@ def begin_save(
             check_tag(tag)
             if keep is not None and keep < 1:
                 raise CheckpointError(f"keep={keep} would leave no checkpoint; keep 1 or more")
-            entries = entries_of(engine, client_state, trainable_only=trainable_only, data_loader=data_loader)
+            entries = entries_of(
+                engine, client_state, trainable_only=trainable_only, leave_out=leave_out, data_loader=data_loader
+            )
             if transport.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = Lock(folder)

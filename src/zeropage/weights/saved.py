@@ -45,8 +45,8 @@ class SavedModel:
         extra = read_extra(path, self._metadata)
         if extra.get("left_out"):
             raise CheckpointError(
-                f"{path} was saved with trainable_only=True and lacks {extra['left_out'][0]!r}. Load it over "
-                "its base and export the model."
+                f"{path} was saved without some parameters (trainable_only, leave_out) and lacks "
+                f"{extra['left_out'][0]!r}. Load it over its base and export the model."
             )
         tied, empty = extra.get("tied", {}), extra.get("empty", {})
         self._chunks: dict[str, tuple[torch.dtype, torch.Size, list[ChunkStorageMetadata]]] = {}
