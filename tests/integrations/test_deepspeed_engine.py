@@ -184,7 +184,7 @@ def test_what_initialize_takes(form: str, tmp_path: Path) -> None:
     run(2, _forms, form, str(tmp_path))
 
 
-def test_what_initialize_refuses() -> None:
+def _refused() -> None:
     with pytest.raises(ConfigError, match="requires a model"):
         initialize(config=config())
     with pytest.raises(ConfigError, match="deepspeed_config"):
@@ -194,6 +194,10 @@ def test_what_initialize_refuses() -> None:
         initialize(args=both, model=build_mlp(), config=config())
     with pytest.raises(ConfigError, match="no optimizer"):
         initialize(model=build_mlp(), config=config(), lr_scheduler=lambda optimizer: None)
+
+
+def test_what_initialize_refuses() -> None:
+    run(1, _refused)
 
 
 def _training_data() -> list[list[int]]:
