@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.harness import shutdown
 
@@ -25,3 +26,11 @@ def _workers() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """A process group or another number of threads would meet the tests that come after, hundreds of them."""
+    before = dist.is_initialized(), torch.get_num_threads()
+    yield
+    assert (dist.is_initialized(), torch.get_num_threads()) == before, "process group, number of threads"

@@ -42,7 +42,7 @@ class Programs:
     def told(self, when: str) -> list[dict[str, Any]]:
         if when not in self._told:
             (self.folder / when).mkdir()
-            self._told[when] = launch("peft_with_deepspeed.py", self.folder, when, *METHODS)
+            self._told[when] = launch("peft_with_deepspeed.py", self.folder, when, *METHODS).told
         return self._told[when]
 
     def base(self, method: str) -> nn.Module:

@@ -35,7 +35,7 @@ class Runs:
         with ThreadPoolExecutor() as pool:
             plain = pool.submit(launch, "trl_trainers.py", folder / "plain", "-", *trainers, ranks=1, launcher=())
             ranks = pool.submit(launch, "trl_trainers.py", folder / "ranks", config, *trainers)
-            [self.plain], self.ranks = plain.result(), ranks.result()
+            [self.plain], self.ranks = plain.result().told, ranks.result().told
 
     def same_weights(self, expected: str, got: str) -> None:
         weights, found = load_file(self.folder / expected), load_file(self.folder / got)
