@@ -110,6 +110,10 @@ def main(fd: int, stacks: str) -> None:
         torch.set_num_threads(1)
         with contextlib.suppress(ImportError):
             import zeropage  # noqa: F401  imported once, so that no case pays for it
+        with contextlib.suppress(ImportError):
+            import tqdm
+
+            tqdm.tqdm.monitor_interval = 0  # its monitor is a thread that outlives every bar
         _exempt_modules_from_gc()
         pool.send_bytes(b"ready")
         while True:

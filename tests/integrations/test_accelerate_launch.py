@@ -20,6 +20,8 @@ OPTIONS = (
     "--zero3_save_16bit_model", "true",
 )  # fmt: skip
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:

@@ -77,9 +77,9 @@ def _found(make: str, folder: Path, launcher: tuple[str, ...]) -> list[dict[str,
     ("make", "launcher"),
     [
         pytest.param(PLUGIN, RUN, id="accelerator"),
-        pytest.param(AGAIN, RUN, id="accelerator made anew"),
-        pytest.param(TRAINER, RUN, id="trainer"),
-        pytest.param(LAUNCHED, ACCELERATE, id="accelerate launch"),
+        pytest.param(AGAIN, RUN, id="accelerator made anew", marks=pytest.mark.slow),
+        pytest.param(TRAINER, RUN, id="trainer", marks=pytest.mark.slow),
+        pytest.param(LAUNCHED, ACCELERATE, id="accelerate launch", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_gets_its_own_part_of_the_data(make: str, launcher: tuple[str, ...], tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ import argparse
 import contextlib
 import gc
 import json
+import logging
+import logging.handlers
+import queue
 import weakref
 from pathlib import Path
 from typing import Any
@@ -591,21 +594,30 @@ def test_a_destroyed_engine() -> None:
     run(2, _destroyed)
 
 
-def test_monitors_and_progress(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A line every two steps, and a CSV file for each number."""
+def _monitored(folder: Path) -> list[str]:
     model = plain_copy(build_mlp)
-    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
     engine = engine_of(
         model, lambda p: torch.optim.SGD(p, lr=0.5), csv_monitor=monitor, steps_per_print=2, wall_clock_breakdown=True
     )
-    with caplog.at_level("INFO", logger="zeropage.deepspeed"):
-        for step in range(4):
-            engine.backward(loss_of(engine, step, 0, 0))
-            engine.step()
-    lines = [record.message for record in caplog.records if "samples/s" in record.message]
+    told: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    logger, handler = logging.getLogger("zeropage.deepspeed"), logging.handlers.QueueHandler(told)
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    for step in range(4):
+        engine.backward(loss_of(engine, step, 0, 0))
+        engine.step()
+    engine.destroy()
+    logger.removeHandler(handler)
+    return [told.get().message for _ in range(told.qsize())]
+
+
+def test_monitors_and_progress(tmp_path: Path) -> None:
+    """A line every two steps, and a CSV file for each number."""
+    [messages] = run(1, _monitored, tmp_path)
+    lines = [message for message in messages if "samples/s" in message]
     assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"]
     assert all(f"{phase}=" in lines[0] for phase in ("forward", "backward", "step"))
     rows = (tmp_path / "job" / "Train_Samples_lr.csv").read_text().splitlines()
     assert rows[1:] == ["3,0.5", "6,0.5", "9,0.5", "12,0.5"]
     assert (tmp_path / "job" / "Train_Samples_train_loss.csv").exists()
-    engine.destroy()

@@ -235,6 +235,10 @@ def test_masters_of_two_optimizers() -> None:
         assert dtypes == [torch.float32] * 8
 
 
-def test_masters_that_cannot_be_are_refused() -> None:
+def _masters_of_wide_parameters() -> None:
     with pytest.raises(ConfigError, match="bf16-true"):
         train(Classifier, ZeropageStrategy(fp32_masters=True), 1)
+
+
+def test_masters_that_cannot_be_are_refused() -> None:
+    run(1, _masters_of_wide_parameters)

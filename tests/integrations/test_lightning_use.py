@@ -377,6 +377,7 @@ pathlib.Path(sys.argv[1], str(trainer.global_rank)).write_text(found)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")])
 def test_lightning_and_torchrun_start_it(launcher: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -19,6 +19,8 @@ from tests.integrations.programs.parts import arguments, llama, losses, tokens  
 
 PLAIN_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "{ranks}", "--standalone")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:

@@ -19,6 +19,7 @@ peft = pytest.importorskip("peft")
 from tests.integrations.programs import peft_parts as parts  # noqa: E402  after the packages that it imports
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # peft asks for it
     pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*rank_pattern keys did not match.*:RuntimeWarning"),
@@ -80,7 +81,7 @@ def _plain(programs: Programs, method: str, folder: Path) -> tuple[list[list[flo
     return losses, out
 
 
-@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_does_what_it_does_in_plain_peft(method: str, when: str, programs: Programs, tmp_path: Path) -> None:
     told = programs.told(when)

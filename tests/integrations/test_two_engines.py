@@ -56,6 +56,7 @@ def test_each_engine_steps_its_own_model(tmp_path: Path) -> None:
             assert torch.allclose(states[name][key], value, atol=1e-6), f"{name}.{key}"
 
 
+@pytest.mark.slow
 def test_uneven_batches_are_an_error_on_all_ranks(tmp_path: Path) -> None:
     done = started("two_engines.py", tmp_path, "uneven", timeout=120)
     assert done.returncode != 0

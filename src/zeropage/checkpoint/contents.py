@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from zeropage.checkpoint.named import first_names, tensors_of
+from zeropage.checkpoint.named import extra_states_of, first_names, tensors_of
 from zeropage.checkpoint.parts import Part, whole_part
 from zeropage.checkpoint.reading import SliceReader
 from zeropage.checkpoint.verdict import told
@@ -69,8 +69,10 @@ class Stateful(Protocol):
 
 
 def model_tensors(engine: Training) -> dict[str, torch.Tensor]:
-    """All tensors of the module that have elements, by name."""
-    return {name: value.detach() for name, value in tensors_of(engine.module).items() if value.numel()}
+    """All tensors of the module that have elements, by name; extra states are kept apart."""
+    extra = extra_states_of(engine.module)
+    named = tensors_of(engine.module)
+    return {name: value.detach() for name, value in named.items() if value.numel() and name not in extra}
 
 
 def _about_names(engine: Training) -> dict[str, Any]:
@@ -99,7 +101,8 @@ def entries_of(
     data_loader: Stateful | None,
 ) -> list[tuple[str, Part]]:
     """What this rank writes: its boxes of what is sharded, and on the first rank what all have alike."""
-    unknown = sorted(set(leave_out) - tensors_of(engine.module).keys())
+    extra_states = extra_states_of(engine.module)
+    unknown = sorted(set(leave_out) - tensors_of(engine.module).keys() - extra_states.keys())
     if unknown:
         raise CheckpointError(f"leave_out names {', '.join(unknown[:8])}: the model has no such tensors")
     left_out = sorted({*leave_out, *(_frozen(engine) if trainable_only else ())})
@@ -113,6 +116,7 @@ def entries_of(
         "state": _small_state(engine),
         "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
         "client_state": dict(client_state or {}),
+        "extra_states": {name: value for name, value in extra_states.items() if name not in left_out},
         **_about_names(engine),
     }
     rank = engine.pagers[0].transport.rank
@@ -229,7 +233,7 @@ def pack(values: dict[str, Any]) -> torch.Tensor:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            "client_state, the scheduler or the optimizer holds a value that could not be loaded again; use numbers, "
+            "client_state, the scheduler, the optimizer or a module's get_extra_state() holds a value that could not be loaded again; use numbers, "
             f"strings, tensors, lists and dicts: {error}"
         ) from error
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)

@@ -25,6 +25,7 @@ from zeropage.checkpoint.contents import (
     read_packed,
 )
 from zeropage.checkpoint.folder import Manifest, find
+from zeropage.checkpoint.named import extra_states_of, set_extra_states
 from zeropage.checkpoint.reading import SliceReader
 from zeropage.checkpoint.verdict import one_verdict, told
 from zeropage.errors import CheckpointError
@@ -109,6 +110,7 @@ def load_checkpoint(
         _put_in_place(engine, path.name, targets, into)
     if sharded is not None:
         _restore_optimizer(engine, sharded, extra, found, masters)
+    set_extra_states(engine.module, extra.get("extra_states", {}))
     if not weights_only:
         engine.restore_progress(extra["progress"])
         if engine.lr_scheduler is not None and extra["scheduler"] is not None:
@@ -199,7 +201,7 @@ def _check_model(engine: Training, metadata: Metadata, extra: dict[str, Any], pa
     saved = metadata.state_dict_metadata
     left_out = set(extra.get("left_out", ()))
     here = model_tensors(engine)
-    problems = []
+    problems = _extra_problems(engine, extra, left_out) if strict else []
     for name, value in here.items():
         described = saved.get(f"model.{name}")
         if not isinstance(described, TensorStorageMetadata):
@@ -213,6 +215,14 @@ def _check_model(engine: Training, metadata: Metadata, extra: dict[str, Any], pa
             problems.append(f"{name} is not in the model")
     if problems:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems[:8])}")
+
+
+def _extra_problems(engine: Training, extra: dict[str, Any], left_out: set[str]) -> list[str]:
+    if "extra_states" not in extra:  # of format 2 before it had them, or older
+        return []
+    there, here = extra["extra_states"].keys(), extra_states_of(engine.module).keys()
+    missing = [f"{name} is missing" for name in sorted(here - there - left_out)]
+    return missing + [f"{name} is not in the model" for name in sorted(there - here)]
 
 
 def _has_elements(described: object) -> bool:

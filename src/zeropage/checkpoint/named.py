@@ -12,13 +12,25 @@ from zeropage.page import Page
 from zeropage.tensor import PagedTensor
 from zeropage.watch import storage_key
 
-__all__ = ["first_names", "identity_of", "tensors_of", "whole_page"]
+__all__ = ["extra_states_of", "first_names", "identity_of", "set_extra_states", "tensors_of", "whole_page"]
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by the names of `state_dict`, in its order; the objects themselves."""
     named: dict[str, Any] = module.state_dict(keep_vars=True)
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+def extra_states_of(module: nn.Module) -> dict[str, Any]:
+    """What the modules' `get_extra_state` gives, of whatever type, by the names of `state_dict`."""
+    key = "_extra_state"  # the last part of its name, says nn.Module
+    return {n: value for n, value in module.state_dict(keep_vars=True).items() if n.rpartition(".")[2] == key}
+
+
+def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Hand each value to its module's `set_extra_state`. Names that are none of the model's extra states are ignored."""
+    for name in extra_states_of(module).keys() & states.keys():
+        module.get_submodule(name.rpartition(".")[0]).set_extra_state(states[name])
 
 
 def whole_page(tensor: torch.Tensor) -> Page | None:

@@ -29,9 +29,8 @@ _REST = "lightning"
 def save(engine: Engine, path: Path, checkpoint: Mapping[str, Any], left_out: list[str]) -> None:
     """Write `checkpoint`, whose tensors of model and optimizers are those of `engine` (all ranks together)."""
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    extra = {k: v for k, v in checkpoint["state_dict"].items() if not isinstance(v, torch.Tensor)}
     buffer = io.BytesIO()
-    torch.save({"rest": rest, "extra_state": extra}, buffer)
+    torch.save(rest, buffer)
     engine.save(
         path,
         tag=_WEIGHTS if engine.optimizer is None else _ALL,
@@ -56,10 +55,7 @@ def load(engine: Engine, path: Path, *, weights: bool, strict: bool, safe: bool 
     found: LoadResult = engine.load(path, weights_only=weights, strict=strict)
     if _REST not in found.client_state:
         raise CheckpointError(f"{path} was not written by Lightning: load it with zp.Engine(model).load() instead")
-    kept: dict[str, Any] = torch.load(
+    rest: dict[str, Any] = torch.load(
         io.BytesIO(found.client_state[_REST].numpy().tobytes()), map_location="cpu", weights_only=safe
     )
-    for key, value in kept["extra_state"].items():
-        engine.module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
-    rest: dict[str, Any] = kept["rest"]
     return rest

@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from zeropage.checkpoint.named import extra_states_of
 from zeropage.config import Config
 from zeropage.construct import ConfigLike, init, pagers_of, shard
 from zeropage.engine import Engine
@@ -231,7 +232,8 @@ class ZeropageStrategy(DDPStrategy):
         """The tensors that a hook, or a `state_dict` of the module's own, leaves out."""
         assert self.lightning_module is not None
         named = self.lightning_module.state_dict(keep_vars=True)
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        made = extra_states_of(self.lightning_module)  # anew at every call: no tensors that the model has
+        tensors = {n: value for n, value in state.items() if isinstance(value, torch.Tensor) and n not in made}
         odd = sorted(name for name, value in tensors.items() if not _is_of(value, named.get(name)))
         if odd:
             raise CheckpointError(

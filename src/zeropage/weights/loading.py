@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zeropage.checkpoint.named import identity_of, tensors_of, whole_page
+from zeropage.checkpoint.named import identity_of, set_extra_states, tensors_of, whole_page
 from zeropage.checkpoint.parts import own_parts, read_part, whole_part
 from zeropage.checkpoint.verdict import one_verdict
 from zeropage.construct import pagers_of
@@ -169,6 +169,7 @@ def _read(
         for page in unwritten:
             page.written = False
         raise
+    set_extra_states(model, {key: targets[key] for key in ready})
 
 
 def _fill(targets: dict[str, torch.Tensor], source: Source, ready: list[str]) -> None:
