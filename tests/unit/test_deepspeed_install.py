@@ -220,6 +220,7 @@ def test_importing_a_library_alone_is_not_too_late() -> None:
 SHOW = "import deepspeed, importlib.metadata as m; print(deepspeed.__version__, m.version('deepspeed'))"
 
 
+@pytest.mark.slow
 def test_one_that_is_installed_asks_for_a_choice(real_deepspeed: str) -> None:
     told = python("import zeropage.deepspeed; zeropage.deepspeed.install()", path=real_deepspeed)
     assert "DeepSpeed itself is installed (" in told and "install(replace=True)" in told

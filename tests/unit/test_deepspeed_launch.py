@@ -52,7 +52,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("as_module", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("as_module", [False, True])
 def test_a_program_and_its_children_see_it(tmp_path: Path, as_module: bool) -> None:
     folder = tmp_path / "programs"
     folder.mkdir()
@@ -84,6 +85,7 @@ def test_the_programs_own_sitecustomize_runs_too(tmp_path: Path) -> None:
     assert done.stdout.split() == ["True", zeropage.deepspeed.__version__]
 
 
+@pytest.mark.slow
 def test_a_command_on_the_path_is_run(tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_text(f"#!{sys.executable}\nimport deepspeed, sys; print(deepspeed.__version__, *sys.argv[1:])\n")
