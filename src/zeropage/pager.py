@@ -22,16 +22,21 @@ from zeropage.config import Config
 from zeropage.errors import DivergenceError, UninitializedPageError
 from zeropage.layout import Layout
 from zeropage.memory.addresses import Addresses
-from zeropage.memory.host import allocate, holders
+from zeropage.memory.host import Store, allocate, holders
 from zeropage.page import CastNode, Page, Spec
 from zeropage.step_scope import StepScope
 from zeropage.trace import Trace
-from zeropage.transport import Transport
+from zeropage.transport import Arrival, Transport
 
 __all__ = ["Counters", "Pager"]
 
 _Key = tuple[torch.dtype, torch.device, int]
 _P = TypeVar("_P", bound=Page)
+
+_FAR = 32
+"""How many pages the predictor is asked for."""
+_WRITES = 0
+"""What stands in the trace, as if it were a page, where slices are written."""
 
 
 @dataclass(slots=True)
@@ -51,6 +56,7 @@ class Counters:
 class _Frame:
     memory: torch.Tensor  # 1-D, the whole page
     touched: bool
+    arrival: Arrival | None = None  # of what was read ahead; None: it is here
 
 
 class Pager:
@@ -73,6 +79,8 @@ class Pager:
         self.addresses = Addresses()
         self._trace = Trace()
         self._frames: OrderedDict[Page, _Frame] = OrderedDict()
+        self._flight: Arrival | None = None  # what was read ahead last
+        self._untouched = 0  # bytes of frames that were read ahead and not yet touched
         self._casts: OrderedDict[int, tuple[weakref.ref[CastNode], int]] = OrderedDict()
         self._free: dict[_Key, list[torch.Tensor]] = {}
         self._bytes = 0  # frames, casts and free frames
@@ -182,24 +190,64 @@ class Pager:
             self.counters.hits += 1
             if not frame.touched:
                 frame.touched = True
+                self._untouched -= page.nbytes
                 self.counters.readahead_used += 1
+                self._land(page, frame)
+                if in_step is None:
+                    self._read_ahead(page)
             return frame
         self.counters.faults += 1
-        ahead = self._ahead(page) if in_step is None else []
+        ahead = self._ahead(page, self._stretch - page.nbytes) if in_step is None else []
         try:
             frame = self._new_frame(page, keep=())
             if ahead:
-                wanted = [(page.store, frame.memory)]
-                for other in ahead:
-                    wanted.append((other.store, self._new_frame(other, keep=(page, *ahead), touched=False).memory))
-                self.transport.gather(wanted)
+                self.transport.gather([(page.store, frame.memory), *self._frames_for(ahead, keep=(page, *ahead))])
             else:
                 page.fill(frame.memory, in_step)
         except BaseException:
             self._disown(page, *ahead)
             raise
         self.counters.bytes_moved += page.nbytes + sum(other.nbytes for other in ahead)
+        if in_step is None:
+            self._read_ahead(page, *ahead)
         return frame
+
+    # -- readahead
+
+    @property
+    def _stretch(self) -> int:
+        """Bytes that are read ahead at a time: as many stay for what is in use."""
+        return min(self.config.bucket_bytes, self.budget // 2)
+
+    def _read_ahead(self, *present: Page) -> None:
+        """Begin to bring what is expected after `present`, unless enough is on its way or waits to be touched."""
+        if self._untouched > self._stretch // 2 or (self._flight is not None and not self._flight.here):
+            return
+        room = self._stretch - self._untouched
+        pages = self._ahead(present[0], room, least=0 if self._untouched else self.budget // 2)
+        if not pages:
+            return
+        try:
+            self._flight = self.transport.fetch(self._frames_for(pages, keep=(*present, *pages)))
+        except BaseException:
+            self._disown(*pages)
+            raise
+        for page in pages:
+            self._frames[page].arrival = self._flight
+        self.counters.bytes_moved += sum(page.nbytes for page in pages)
+
+    def _land(self, page: Page, frame: _Frame) -> None:
+        """Wait for what was read ahead."""
+        arrival, frame.arrival = frame.arrival, None
+        if arrival is not None:
+            try:
+                arrival.wait()
+            except BaseException:
+                self._disown(page)
+                raise
+
+    def _frames_for(self, pages: Sequence[Page], keep: Sequence[Page]) -> list[tuple[Store, torch.Tensor]]:
+        return [(page.store, self._new_frame(page, keep, touched=False).memory) for page in pages]
 
     def _disown(self, *pages: Page) -> None:
         """Forget frames that were not filled. They are not used again: a message may still arrive in them."""
@@ -207,21 +255,23 @@ class Pager:
             frame = self._frames.pop(page, None)
             if frame is not None:
                 self._bytes -= page.nbytes
+                self._untouched -= 0 if frame.touched else page.nbytes
 
-    def _ahead(self, page: Page) -> list[Page]:
-        """Pages that are expected next and fit into one message with `page`."""
+    def _ahead(self, page: Page, room: int, *, least: int = 0) -> list[Page]:
+        """Pages that are expected after `page`, of at most `room` bytes; or one, of at most `least`."""
         if not self.config.readahead or type(page) is not Page:
             return []
-        room = min(self.config.bucket_bytes, self.budget // 2) - page.nbytes
         found: list[Page] = []
-        for number in self._trace.predict(16):
+        for number in self._trace.predict(_FAR):
+            if number == _WRITES:
+                break  # what is brought before would be dropped there
             other = self.pages.get(number)
             if other is None or type(other) is not Page or not other.framed or other is page:
                 continue
             if other in self._frames or not other.written or other.edits is not None:
                 continue
             room -= other.nbytes
-            if room < 0:
+            if room < 0 and (found or other.nbytes > least):
                 break
             found.append(other)
         return found
@@ -233,6 +283,7 @@ class Pager:
             memory = allocate(page.layout.numel, page.dtype, page.spec.device)
             self._grow(page.nbytes)
         frame = self._frames[page] = _Frame(memory, touched)
+        self._untouched += 0 if touched else page.nbytes
         return frame
 
     # -- eviction
@@ -275,8 +326,12 @@ class Pager:
                 return
             self.counters.evictions += 1
             if not frame.touched:
+                self._untouched -= page.nbytes
                 self.counters.readahead_wasted += 1
-            self._recycle(frame.memory)
+            if frame.arrival is None or frame.arrival.here:
+                self._recycle(frame.memory)
+            else:  # a message may still arrive in it
+                self._bytes -= page.nbytes
 
     def evict_all(self) -> None:
         with self._lock:
@@ -353,6 +408,7 @@ class Pager:
             for page in pages:
                 page.settle_casts()
             answers = self.transport.open_writes(intent, payload)
+            self._trace.touch(_WRITES)
             self.before_writes()
         try:
             yield answers
@@ -366,6 +422,7 @@ class Pager:
         """Begin the writes of an optimizer step: own slices may be written until `close_batch` (collective)."""
         if not self._batch_open:
             self._agree_on_gradients(self.transport.open_writes(intent, self._dropped()))
+            self._trace.touch(_WRITES)
             self._batch_open = True
             self._reads_in_batch = False
             self.before_writes()

@@ -24,9 +24,12 @@ def allocations() -> Iterator[Allocations]:
     """Count what torch allocates and frees inside. Mapped shared memory does not pass through its allocator."""
     found = Allocations()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # also those that carry messages
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, experimental_config=everywhere
+    ) as profiler:
         yield found
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            found.end += event.nbytes()
-            found.peak = max(found.peak, found.end)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        found.end += event.nbytes()
+        found.peak = max(found.peak, found.end)

@@ -9,11 +9,12 @@ from zeropage.config import Config
 from zeropage.errors import TransportUnavailableError
 from zeropage.transport.base import Accumulator, Transport
 from zeropage.transport.collective import CollectiveTransport
+from zeropage.transport.courier import Arrival
 from zeropage.transport.group import Group, end_group, find_group
 from zeropage.transport.local import LocalTransport
 from zeropage.transport.shared import SharedTransport
 
-__all__ = ["Accumulator", "Group", "Transport", "end_group", "find_group", "open_transport"]
+__all__ = ["Accumulator", "Arrival", "Group", "Transport", "end_group", "find_group", "open_transport"]
 
 
 def open_transport(config: Config, group: Group, *, on_cpu: bool) -> Transport:
@@ -37,7 +38,9 @@ def open_transport(config: Config, group: Group, *, on_cpu: bool) -> Transport:
             "or use 'auto'"
         )
     if wanted == "collective":
-        return CollectiveTransport(group, config.timeout_s, deterministic=config.deterministic)
+        fixed = config.resident_bytes
+        room = config.bucket_bytes if fixed is None else min(config.bucket_bytes, fixed // 2)
+        return CollectiveTransport(group, config.timeout_s, room, deterministic=config.deterministic)
     reason = why_not_shared(on_cpu=on_cpu)
     if reason is None and not group.on_one_host():
         reason = "the ranks run on different hosts"

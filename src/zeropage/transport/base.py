@@ -26,18 +26,35 @@ import torch
 from zeropage.errors import GradientError
 from zeropage.layout import Layout
 from zeropage.memory.host import Store
+from zeropage.transport.courier import Arrival
 
 __all__ = ["Accumulator", "Transport", "accumulate", "overtaken"]
 
 
+_PIECE = 1 << 16  # elements
+
+
 def accumulate(target: torch.Tensor, gradient: torch.Tensor, scale: float, *, first: bool) -> None:
-    """Add `scale * gradient` to `target`, or put it there; in the precision of `target`."""
-    if not first:
-        target.add_(gradient, alpha=scale)
+    """Add `scale * gradient` to `target`, or put it there; in the precision of `target`. All are 1-D.
+
+    [Note: pieces that fit the cache] An operator over two dtypes converts element by element, several times slower
+    than a conversion and an operator over one. So pieces are converted first, and are still in the cache when
+    they are added.
+    """
+    if gradient.dtype == target.dtype:
+        if first:
+            torch.mul(gradient, scale, out=target)
+        else:
+            target.add_(gradient, alpha=scale)
         return
-    target.copy_(gradient)
-    if scale != 1.0:
-        target.mul_(scale)
+    scratch = None if first else torch.empty(min(_PIECE, len(target)), dtype=target.dtype, device=target.device)
+    for into, piece in zip(target.split(_PIECE), gradient.split(_PIECE), strict=True):
+        if scratch is None:
+            into.copy_(piece)
+            if scale != 1.0:
+                into.mul_(scale)
+        else:
+            into.add_(scratch[: len(piece)].copy_(piece), alpha=scale)
 
 
 def overtaken(name: str) -> GradientError:
@@ -102,6 +119,9 @@ class Transport(Protocol):
 
     def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
         """Fill each frame (1-D, `layout.numel` elements) with the full content of its store (one-sided)."""
+
+    def fetch(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> Arrival:
+        """Like `gather`, beside the program where the transport can. Every collective call waits for it first."""
 
     def gather_in_step(self, store: Store, frame: torch.Tensor, what: str) -> None:
         """Like `gather`, while slices are being written: all ranks read at the same point of their program."""

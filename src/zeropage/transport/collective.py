@@ -14,6 +14,7 @@ import torch
 
 from zeropage.layout import Layout
 from zeropage.memory.host import Store, allocate
+from zeropage.transport.courier import Arrival
 from zeropage.transport.group import Group
 from zeropage.transport.rounds import RoundAccumulator, Rounds
 
@@ -23,9 +24,9 @@ __all__ = ["CollectiveTransport"]
 class CollectiveTransport:
     name = "collective"
 
-    def __init__(self, group: Group, timeout_s: float, *, deterministic: bool) -> None:
+    def __init__(self, group: Group, timeout_s: float, outgoing_bytes: int, *, deterministic: bool) -> None:
         self.rank, self.world = group.rank, group.world
-        self._rounds = Rounds(group, timeout_s, deterministic=deterministic)
+        self._rounds = Rounds(group, timeout_s, outgoing_bytes, deterministic=deterministic)
         self._in_backward = False
         self.meet("start")
 
@@ -45,6 +46,9 @@ class CollectiveTransport:
 
     def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
         self._rounds.gather(wanted)
+
+    def fetch(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> Arrival:
+        return self._rounds.fetch(wanted)
 
     def gather_in_step(self, store: Store, frame: torch.Tensor, what: str) -> None:
         self._rounds.meet(f"read {what} inside the optimizer step")
@@ -73,8 +77,8 @@ class CollectiveTransport:
 
     def end_backward(self) -> None:
         if self._in_backward:
-            self._in_backward = self._rounds.reentrant = False
-            self._rounds.ended += 1
+            self._in_backward = False
+            self._rounds.end_backward()
 
     def await_gradients(self) -> None:
         self.end_backward()

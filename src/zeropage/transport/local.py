@@ -10,6 +10,7 @@ import torch
 from zeropage.layout import Layout
 from zeropage.memory.host import Store, allocate
 from zeropage.transport.base import accumulate, overtaken
+from zeropage.transport.courier import Arrival
 
 __all__ = ["LocalAccumulator", "LocalTransport"]
 
@@ -74,6 +75,10 @@ class LocalTransport:
     def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
         for store, frame in wanted:
             frame.copy_(store.shard)
+
+    def fetch(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> Arrival:
+        self.gather(wanted)
+        return Arrival.at_once()
 
     def gather_in_step(self, store: Store, frame: torch.Tensor, what: str) -> None:
         frame.copy_(store.shard)

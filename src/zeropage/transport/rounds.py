@@ -32,6 +32,7 @@ from zeropage.memory.host import Store, allocate
 from zeropage.transport.base import accumulate, overtaken
 from zeropage.transport.channel import Channel, DeviceChannel, HostChannel
 from zeropage.transport.control import describe_divergence
+from zeropage.transport.courier import Arrival, Courier
 from zeropage.transport.group import Group
 from zeropage.transport.inbox import HEADER, Inbox, Lost
 
@@ -47,7 +48,7 @@ _DTYPES = (
 class _Kind(IntEnum):
     MEET = 0  # wait until all ranks have come here; serve meanwhile
     GATHER = 1  # send me these pages
-    ADD = 2  # take my part of this gradient
+    ADD = 2  # take my parts of these gradients
     AWAIT = 3  # wait until all have ended as many backwards as I; serve meanwhile
     IDLE = 4  # I want nothing: my program is elsewhere
 
@@ -59,10 +60,8 @@ class _Request:
     kind: _Kind
     intent: str = ""
     payload: bytes = b""
-    pages: tuple[tuple[int, int], ...] = ()  # (uid, check) of each page asked for
-    epoch: int = 0
-    scale: float = 1.0
-    dtype: int = 0
+    pages: tuple[tuple[int, int], ...] = ()  # (uid, check) of each page asked for, or added to
+    parts: tuple[tuple[int, float, int], ...] = ()  # (epoch, scale, dtype) of what is added to each
     reentrant: bool = False  # the backward that adds runs inside another one
     ended: int = 0  # backwards that the sender has ended
     made: int = 0  # stores that the sender has made
@@ -84,7 +83,7 @@ class _Traffic:
 
     works: list[tuple[int, dist.Work]] = field(default_factory=list)
     keep: list[torch.Tensor] = field(default_factory=list)
-    received: list[tuple[int, RoundAccumulator, torch.Tensor, _Request]] = field(default_factory=list)
+    received: list[tuple[int, RoundAccumulator, torch.Tensor, float, int, _Request]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +97,25 @@ class _Round:
     def moved(self) -> bool:
         """Whether any rank's program got on with its work."""
         return any(request.asks and rank not in self.deferred for rank, request in enumerate(self.requests))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """A gradient of this rank on its way to the owners."""
+
+    target: RoundAccumulator
+    gradient: torch.Tensor  # 1-D, of one of the dtypes above
+    scale: float
+    epoch: int
+    reentrant: bool
+
+
+_Wanted = tuple[Store, torch.Tensor]
+"""A page, and the frame that is to be filled with it."""
+
+
+def _goes_with(first: _Parcel, other: _Parcel) -> bool:
+    return first.reentrant == other.reentrant
 
 
 class RoundAccumulator:
@@ -160,6 +178,7 @@ class RoundAccumulator:
             raise overtaken(self._name)
 
     def release(self) -> None:
+        self._rounds.drain()
         with self._lock:
             self.store.shard = allocate(0, self._dtype, self._device)
             self._content = -1
@@ -179,7 +198,7 @@ class Rounds:
     and closes writes, and what it closes late is read late.
     """
 
-    def __init__(self, group: Group, timeout_s: float, *, deterministic: bool) -> None:
+    def __init__(self, group: Group, timeout_s: float, outgoing_bytes: int, *, deterministic: bool) -> None:
         self.rank, self.world, self.timeout_s = group.rank, group.world, timeout_s
         self.ended = 0
         self.reentrant = False
@@ -192,10 +211,11 @@ class Rounds:
         self._device: Channel | None = DeviceChannel(group)
         self._lock = threading.RLock()  # held for a whole round
         self._failed: Exception | None = None  # what went wrong in a round that a thread made
+        self._courier: Courier[_Wanted, _Parcel] = Courier(self._fetch, self._deliver, _goes_with, outgoing_bytes)
         self._stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
         self._sums: weakref.WeakValueDictionary[int, RoundAccumulator] = weakref.WeakValueDictionary()
         self._made = 0
-        self._farewell = weakref.finalize(self, self._inbox.close)
+        self._farewell = weakref.finalize(self, _leave, self._courier, self._inbox)
 
     # -- stores
 
@@ -217,21 +237,48 @@ class Rounds:
 
     # -- requests
 
-    def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
+    def gather(self, wanted: Sequence[_Wanted]) -> None:
+        with self._courier:
+            self._fetch(wanted)
+
+    def fetch(self, wanted: Sequence[_Wanted]) -> Arrival:
+        """Like `gather`, beside the program."""
+        return self._courier.fetch(wanted)
+
+    def _fetch(self, wanted: Sequence[_Wanted]) -> None:
         pages = tuple((store.uid, store.check) for store, _ in wanted)
         self._insist(_Request(_Kind.GATHER, pages=pages), self._was_served, frames=wanted)
 
     def add(self, target: RoundAccumulator, gradient: torch.Tensor, scale: float, epoch: int) -> None:
-        store = target.store
+        """Beside the program: `gradient` is kept as it is until it has been sent (see `drain`)."""
         if gradient.dtype not in _DTYPES:
-            gradient = gradient.to(store.shard.dtype)
+            gradient = gradient.to(target.store.shard.dtype)
+        gradient = gradient.contiguous()
+        parcel = _Parcel(target, gradient, scale, epoch, self.reentrant)
+        self._courier.deliver(parcel, gradient.numel() * gradient.element_size())
+
+    def _deliver(self, parcels: Sequence[_Parcel]) -> None:
         request = _Request(
-            _Kind.ADD, pages=((store.uid, store.check),), epoch=epoch, scale=scale,
-            dtype=_DTYPES.index(gradient.dtype), reentrant=self.reentrant,
-        )  # fmt: skip
-        self._insist(request, self._was_served, gradient=gradient.contiguous())
+            _Kind.ADD,
+            pages=tuple((parcel.target.store.uid, parcel.target.store.check) for parcel in parcels),
+            parts=tuple((parcel.epoch, parcel.scale, _DTYPES.index(parcel.gradient.dtype)) for parcel in parcels),
+            reentrant=parcels[0].reentrant,
+        )
+        gradients = [parcel.gradient for parcel in parcels]
+        self._insist(request, self._was_served, gradients=gradients, between=self._courier.give_way)
+
+    def drain(self) -> None:
+        """Wait until what was to be brought or added has been."""
+        self._courier.drain()
+
+    def end_backward(self) -> None:
+        """What the program adds next belongs to the next backward."""
+        self.drain()
+        self.reentrant = False
+        self.ended += 1
 
     def meet(self, intent: str, payload: bytes = b"", *, to_write: bool = False) -> list[bytes]:
+        self.drain()
         with self._lock:
             requests = self._insist(_Request(_Kind.MEET, intent=intent, payload=payload), _all_meet)
             intents = [request.intent for request in requests]
@@ -243,9 +290,11 @@ class Rounds:
 
     def await_ended(self) -> None:
         """Serve until every rank has ended as many backwards as this one, or waits at a meeting."""
+        self.drain()
         self._insist(_Request(_Kind.AWAIT), self._all_ended)
 
     def scatter(self, store: Store, full: torch.Tensor | None, source: int) -> None:
+        self.drain()
         with self._lock:
             self.meet(f"scatter page {store.uid} from rank {source}")
             traffic = _Traffic()
@@ -270,13 +319,14 @@ class Rounds:
         self,
         mine: _Request,
         done: Callable[[_Round], bool],
-        frames: Sequence[tuple[Store, torch.Tensor]] = (),
-        gradient: torch.Tensor | None = None,
+        frames: Sequence[_Wanted] = (),
+        gradients: Sequence[torch.Tensor] = (),
+        between: Callable[[], None] | None = None,
     ) -> list[_Request]:
         """Make rounds until one is `done`; while the others' programs do something, that may take its time."""
         since = time.monotonic()
         while True:
-            made = self._round(mine, frames, gradient)
+            made = self._round(mine, frames, gradients)
             if done(made):
                 return made.requests
             if made.moved:
@@ -284,6 +334,8 @@ class Rounds:
             elif time.monotonic() - since > self.timeout_s:
                 idle = [rank for rank, request in enumerate(made.requests) if request.kind is _Kind.IDLE]
                 raise self._too_late(idle[0] if idle else min(self._peers))
+            if between is not None:
+                between()
 
     def _was_served(self, made: _Round) -> bool:
         return self.rank not in made.deferred
@@ -306,8 +358,8 @@ class Rounds:
     def _round(
         self,
         mine: _Request,
-        frames: Sequence[tuple[Store, torch.Tensor]] = (),
-        gradient: torch.Tensor | None = None,
+        frames: Sequence[_Wanted] = (),
+        gradients: Sequence[torch.Tensor] = (),
     ) -> _Round:
         with self._lock:
             if self._failed is not None:
@@ -321,7 +373,7 @@ class Rounds:
                 if request.kind is _Kind.GATHER:
                     self._serve_gather(traffic, rank, request, frames)
                 elif request.kind is _Kind.ADD:
-                    self._serve_add(traffic, rank, request, gradient)
+                    self._serve_add(traffic, rank, request, gradients)
             self._finish(traffic)
             return made
 
@@ -362,13 +414,12 @@ class Rounds:
         needed = mine.turn if other < rank else mine.turn - 1
         if theirs.kind is _Kind.MEET or theirs.ended >= needed:
             return True
-        if other < rank and theirs.pages == mine.pages and theirs.turn == mine.turn:  # it adds in this very round
-            return other not in deferred and not theirs.reentrant
-        return self._sums[mine.pages[0][0]].has_added(other, needed)
+        now: set[tuple[int, int]] = set()  # what it adds in this very round
+        if other < rank and theirs.kind is _Kind.ADD and theirs.turn == mine.turn and not theirs.reentrant:
+            now = set() if other in deferred else set(theirs.pages)
+        return all(page in now or self._sums[page[0]].has_added(other, needed) for page in mine.pages)
 
-    def _serve_gather(
-        self, traffic: _Traffic, rank: int, request: _Request, frames: Sequence[tuple[Store, torch.Tensor]]
-    ) -> None:
+    def _serve_gather(self, traffic: _Traffic, rank: int, request: _Request, frames: Sequence[_Wanted]) -> None:
         if rank != self.rank:
             for uid, _ in request.pages:
                 self._send(traffic, self._stores[uid].shard, rank)
@@ -381,27 +432,27 @@ class Rounds:
                 else:
                     self._receive(traffic, part, owner)
 
-    def _serve_add(self, traffic: _Traffic, rank: int, request: _Request, gradient: torch.Tensor | None) -> None:
-        target = self._sums[request.pages[0][0]]
-        layout = target.store.layout
-        low, high = layout.bounds(self.rank)
-        if rank == self.rank:
-            assert gradient is not None
-            for peer in self._peers:
-                self._send(traffic, gradient[slice(*layout.bounds(peer))], peer)
-            part = gradient[low:high]
-        else:
-            part = allocate(high - low, _DTYPES[request.dtype], target.store.shard.device)
-            self._receive(traffic, part, rank)
-        traffic.received.append((rank, target, part, request))
+    def _serve_add(self, traffic: _Traffic, rank: int, request: _Request, gradients: Sequence[torch.Tensor]) -> None:
+        for index, ((uid, _), (epoch, scale, dtype)) in enumerate(zip(request.pages, request.parts, strict=True)):
+            target = self._sums[uid]
+            layout = target.store.layout
+            low, high = layout.bounds(self.rank)
+            if rank == self.rank:
+                for peer in self._peers:
+                    self._send(traffic, gradients[index][slice(*layout.bounds(peer))], peer)
+                part = gradients[index][low:high]
+            else:
+                part = allocate(high - low, _DTYPES[dtype], target.store.shard.device)
+                self._receive(traffic, part, rank)
+            traffic.received.append((rank, target, part, scale, epoch, request))
 
     def _finish(self, traffic: _Traffic) -> None:
         for peer, work in traffic.works:
             self._wait(work, peer)
-        for rank, target, part, request in traffic.received:  # in rank order
-            target.note(rank, request.epoch, request.turn, reentrant=request.reentrant)
+        for rank, target, part, scale, epoch, request in traffic.received:  # in rank order
+            target.note(rank, epoch, request.turn, reentrant=request.reentrant)
             if part.numel():
-                target.take(part, request.scale, request.epoch)
+                target.take(part, scale, epoch)
 
     # -- messages
 
@@ -491,6 +542,11 @@ class Rounds:
 
     def _closed(self) -> PeerLostError:
         return PeerLostError("this process has closed the engine that served these parameters")
+
+
+def _leave(courier: Courier[_Wanted, _Parcel], inbox: Inbox) -> None:
+    courier.close()
+    inbox.close()
 
 
 def _all_meet(made: _Round) -> bool:

@@ -21,6 +21,7 @@ from zeropage.memory.host import Store
 from zeropage.memory.shared import SharedBlock, create, open_of_process
 from zeropage.transport.base import accumulate, overtaken
 from zeropage.transport.control import BLOCK, Control
+from zeropage.transport.courier import Arrival
 from zeropage.transport.group import Group
 from zeropage.transport.rounds import Rounds
 
@@ -132,7 +133,7 @@ class SharedTransport:
         self.rank, self.world = group.rank, group.world
         self.reentrant = False
         self._deterministic = deterministic
-        self._rounds = Rounds(group, timeout_s, deterministic=deterministic)
+        self._rounds = Rounds(group, timeout_s, 0, deterministic=deterministic)
         self._uid = 0
         self._handed_over: int | None = None
         self._turn = 0
@@ -223,6 +224,10 @@ class SharedTransport:
                 frame.copy_(store.whole)
             else:
                 self._rounds.gather([(store, frame)])
+
+    def fetch(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> Arrival:
+        self.gather(wanted)  # of memory that is not shared: nothing else than adapters made late
+        return Arrival.at_once()
 
     def gather_in_step(self, store: Store, frame: torch.Tensor, what: str) -> None:
         self.meet(f"read {what} inside the optimizer step")
