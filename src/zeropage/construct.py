@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # in no __all__
 
 from zeropage.config import Config
-from zeropage.errors import AdoptionError, OutOfMemoryError
+from zeropage.errors import AdoptionError, ConfigError, OutOfMemoryError
 from zeropage.gradients import Gradients
 from zeropage.layout import Layout
 from zeropage.memory.host import available_bytes
@@ -42,6 +42,8 @@ class Space:
     def __init__(self, config: Config, group: object, *, on_cpu: bool) -> None:
         if not on_cpu and "host" in (config.offload.parameters, config.offload.optimizer):
             _log.warning("offload to 'host' has no effect on a device yet: shards and optimizer states stay there")
+        if not on_cpu and "disk" in (config.offload.parameters, config.offload.optimizer):
+            raise ConfigError("offload to 'disk' is for parameters in host memory in this version; move the model to the CPU")
         self.group = find_group(group, config.timeout_s)
         self.pager = Pager(open_transport(config, self.group, on_cpu=on_cpu), config)
         self.gradients = Gradients(self.pager)
@@ -162,6 +164,8 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
 
 def _check_memory(named: list[tuple[str, nn.Parameter]], pager: Pager) -> None:
     """The shards of all ranks on this host must fit beside what is there already."""
+    if pager.config.offload.parameters == "disk":
+        return  # room is taken one by one, and a full disk is an error there
     world = pager.transport.world if pager.transport.name == "shared" else 1
     wanted = 0
     for _, parameter in named:

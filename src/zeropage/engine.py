@@ -25,6 +25,7 @@ from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
 from zeropage.findings import Findings, Verdict, agree
 from zeropage.gradients import DTYPES, Record
 from zeropage.loss_scale import DynamicLossScale
+from zeropage.offloaded import OffloadedOptimizer
 from zeropage.optim import ShardedOptimizer, check_optimizer, record_of
 from zeropage.pager import Pager
 from zeropage.reports import MemoryReport, StepResult
@@ -93,7 +94,7 @@ class Engine:
             space.gradients.looks_for_nonfinite = self._may_skip
         self._closed = False
         self._saving: Save | None = None
-        self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
+        self._sharded = self._sharded_optimizer_of(optimizer)
         self._claim()
         self.lr_scheduler = lr_scheduler
         self.global_step = 0
@@ -252,6 +253,7 @@ class Engine:
 
     def _apply(self, optimizer: ShardedOptimizer) -> StepResult:
         scale = self.loss_scale
+        optimizer.prepare()
         for pager in self._pagers:
             pager.open_batch(f"apply step {self._attempt}")
         try:
@@ -358,6 +360,8 @@ class Engine:
         """
         self._require_open()
         self._finish_save()
+        if self._sharded is not None:
+            self._sharded.require_whole()
         self._saving = begin_save(
             self, Path(folder), tag, client_state,
             keep=keep, trainable_only=trainable_only, leave_out=leave_out, latest=latest, data_loader=data_loader,
@@ -498,6 +502,14 @@ class Engine:
         if self._sharded is None:
             raise ConfigError("this engine was made without an optimizer")
         return self._sharded
+
+    def _sharded_optimizer_of(self, optimizer: torch.optim.Optimizer | None) -> ShardedOptimizer | None:
+        if optimizer is None:
+            return None
+        pager = self._pagers[0]
+        if pager.config.offload.optimizer == "disk":
+            return OffloadedOptimizer(optimizer, pager)
+        return ShardedOptimizer(optimizer)
 
     def _convert_parameters(self) -> None:
         """Cast trainable parameters to the engine's precision; what they were exactly stays as the master."""
