@@ -43,7 +43,9 @@ class Space:
         if not on_cpu and "host" in (config.offload.parameters, config.offload.optimizer):
             _log.warning("offload to 'host' has no effect on a device yet: shards and optimizer states stay there")
         if not on_cpu and "disk" in (config.offload.parameters, config.offload.optimizer):
-            raise ConfigError("offload to 'disk' is for parameters in host memory in this version; move the model to the CPU")
+            raise ConfigError(
+                "offload to 'disk' is for parameters in host memory in this version; move the model to the CPU"
+            )
         self.group = find_group(group, config.timeout_s)
         self.pager = Pager(open_transport(config, self.group, on_cpu=on_cpu), config)
         self.gradients = Gradients(self.pager)

@@ -21,7 +21,7 @@ from torch import nn
 from zeropage.checkpoint import LoadResult, Save, Stateful, begin_save, end_save, load_checkpoint, opened
 from zeropage.config import Config
 from zeropage.construct import ConfigLike, pagers_of, shard, space_of
-from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
+from zeropage.errors import ConfigError, NonFiniteError, OffloadError, ZeropageError
 from zeropage.findings import Findings, Verdict, agree
 from zeropage.gradients import DTYPES, Record
 from zeropage.loss_scale import DynamicLossScale
@@ -186,6 +186,8 @@ class Engine:
         Raises:
             ConfigError: the engine has no optimizer.
             CheckpointError: a save with `wait=False` has failed; the step was made all the same.
+            OffloadError: the disk for offloaded states is full or fails, on any rank. The message says whether anything
+                was changed; if not, room can be made and `step` called again.
             NonFiniteError: where steps are skipped: more than ten in a row, for a loss that is not finite itself
                 or without a loss scale; or gradients still overflow at the smallest loss scale. Names the first bad
                 parameter and rank.
@@ -253,7 +255,7 @@ class Engine:
 
     def _apply(self, optimizer: ShardedOptimizer) -> StepResult:
         scale = self.loss_scale
-        optimizer.prepare()
+        self._prepare(optimizer)
         for pager in self._pagers:
             pager.open_batch(f"apply step {self._attempt}")
         try:
@@ -269,6 +271,14 @@ class Engine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         return StepResult(True, self.grad_norm, scale)
+
+    def _prepare(self, optimizer: ShardedOptimizer) -> None:
+        """Whatever fails here has changed nothing: the step can be tried again."""
+        try:
+            optimizer.prepare()
+        except OffloadError:
+            self._micro_steps = self.config.accumulate - 1
+            raise
 
     def _clip_factor(self) -> float:
         """As `torch.nn.utils.clip_grad_norm_`: never above one."""
@@ -438,8 +448,8 @@ class Engine:
     # -- memory and end
 
     def memory(self) -> MemoryReport:
-        """What this engine holds on this rank, in bytes."""
-        optimizer = 0 if self._sharded is None else self._sharded.nbytes()
+        """What this engine holds on this rank, in bytes; "disk" is one of the devices."""
+        optimizer = {} if self._sharded is None else self._sharded.nbytes()
         return MemoryReport.of(self._records(), optimizer, self._pagers)
 
     def close(self) -> None:
@@ -506,9 +516,9 @@ class Engine:
     def _sharded_optimizer_of(self, optimizer: torch.optim.Optimizer | None) -> ShardedOptimizer | None:
         if optimizer is None:
             return None
-        pager = self._pagers[0]
-        if pager.config.offload.optimizer == "disk":
-            return OffloadedOptimizer(optimizer, pager)
+        for pager in self._pagers:
+            if pager.config.offload.optimizer == "disk":
+                return OffloadedOptimizer(optimizer, pager)
         return ShardedOptimizer(optimizer)
 
     def _convert_parameters(self) -> None:

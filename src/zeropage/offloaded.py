@@ -63,8 +63,8 @@ class OffloadedOptimizer(ShardedOptimizer):
     def __init__(self, optimizer: optim.Optimizer, pager: Pager) -> None:
         if not is_elementwise(optimizer):
             raise ConfigError(
-                f"offload.optimizer='disk' steps parameters in pieces, which {type(optimizer).__name__} may not take: it "
-                "is none of torch's elementwise optimizers. Use one of those, or offload.optimizer='none'."
+                f"offload.optimizer='disk' steps parameters in pieces, which {type(optimizer).__name__} may not take: "
+                "it is none of torch's elementwise optimizers. Use one of those, or offload.optimizer='none'."
             )
         super().__init__(optimizer)
         self._pager = pager
@@ -96,10 +96,6 @@ class OffloadedOptimizer(ShardedOptimizer):
         if self._damage:
             raise OffloadError(f"{self._damage} Load a checkpoint before anything else.")
 
-    def disk_bytes(self) -> int:
-        """Bytes of masters and state that are on the disk."""
-        return self.nbytes()
-
     def prepare(self) -> None:
         """Bring to the disk what is in memory, and take room for what the next step will make (collective).
 
@@ -107,7 +103,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             OffloadError: the disk of any rank is full, or fails. Nothing was changed.
         """
         self.require_whole()
-        if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
+        if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:
             raise ConfigError(
                 "the optimizer has step hooks, which would find no parameters: with offload.optimizer='disk' it is "
                 "stepped in pieces. Do before or after engine.step() what they do, or set offload.optimizer='none'."
@@ -160,15 +156,11 @@ class OffloadedOptimizer(ShardedOptimizer):
         if _slice_of(value) is not None or self.is_one_number(key):
             return
         page = record_of(parameter).page
-        value = self._inward(value, parameter, key)
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == page.layout.length(self._rank):
-            place = self._pager.place(f"{page.name}.{key}", page.layout, value.dtype)
-            self._put(place, value)
+        own = self._inward(value, parameter, key)
+        if isinstance(own, torch.Tensor) and own.shape == (_length(page),):
+            place = self._pager.place(f"{page.name}.{key}", page.layout, own.dtype)
+            self._put(place, own)
             self.optimizer.state[parameter][key] = over_slice(place, page, f"{page.name}.{key}")
-
-    @property
-    def _rank(self) -> int:
-        return self._pager.transport.rank
 
     def _put(self, place: DiskSlice, values: torch.Tensor) -> None:
         """Write to the disk; a failure is raised on all ranks (collective)."""
@@ -185,7 +177,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         """One step on the gradients times `factor`, inside a write batch of the caller (collective).
 
         Raises:
-            OffloadError: the disk of any rank failed. Parameters and states are partly new; a checkpoint must be loaded.
+            OffloadError: the disk of any rank failed. Parameters and states are partly new; load a checkpoint.
         """
         stepped = self._stepped()
         parameters = [parameter for _, parameter in stepped]
@@ -225,11 +217,12 @@ class OffloadedOptimizer(ShardedOptimizer):
         called.
         """
         optimizer = self.optimizer
-        pieces = list(self._pieces(stepped))
+        pieces = dict(self._pieces(stepped))
+
         def step_pieces(*_: Any) -> None:
-            with closing(stream([window for window, _ in pieces])) as filled:
-                for (window, buffer), (_, parts) in zip(filled, pieces, strict=True):
-                    self._step_parts(parts, window, buffer)
+            with closing(stream(list(pieces))) as filled:
+                for window, buffer in filled:
+                    self._step_parts(pieces[window], window, buffer)
 
         with self._bare_groups():
             handle = optimizer.register_step_pre_hook(step_pieces)
@@ -262,12 +255,12 @@ class OffloadedOptimizer(ShardedOptimizer):
             for part in self._parts(index, parameter, limit):
                 more = sum(span.nbytes for span in part.spans())
                 if parts and nbytes + more > limit:
-                    yield Window(disk.file, [span for each in parts for span in each.spans()]), parts
+                    yield Window([span for each in parts for span in each.spans()]), parts
                     parts, nbytes = [], 0
                 parts.append(part)
                 nbytes += more
         if parts:
-            yield Window(disk.file, [span for each in parts for span in each.spans()]), parts
+            yield Window([span for each in parts for span in each.spans()]), parts
 
     def _parts(self, index: int, parameter: PagedTensor, limit: int) -> Iterator[_Part]:
         record = record_of(parameter)
@@ -279,7 +272,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         states = {key: found for key, value in known.items() if (found := _slice_of(value)) is not None}
         fresh = {key: place for (owner, key), place in self._reserved.items() if owner is parameter}
         slices = [each for each in (weights, kept, *states.values(), *fresh.values()) if each is not None]
-        length, chunk = page.layout.length(self._rank), 0
+        length, chunk = _length(page), 0
         if sum(rounded(each.nbytes) for each in slices) > limit:
             chunk = max(BLOCK, limit // sum(each.dtype.itemsize for each in slices) // BLOCK * BLOCK)
         agrees = master is not None and master.agrees_with(page)
@@ -340,7 +333,9 @@ class OffloadedOptimizer(ShardedOptimizer):
         """After the step: put what it made in the buffer; the last part gives what belongs to the whole parameter."""
         record = record_of(part.parameter)
         if part.master is not None:
-            own = record.page.own()[part.low : part.high] if part.weights is None else window.values(buffer, part.weights)
+            own = (
+                record.page.own()[part.low : part.high] if part.weights is None else window.values(buffer, part.weights)
+            )
             own.copy_(tensor)
         for key, value in state.items():
             if key in part.states:
@@ -355,8 +350,8 @@ class OffloadedOptimizer(ShardedOptimizer):
                 if key not in part.states:
                     outer[key] = value
                 elif key not in outer:
-                    place = self._reserved.pop((part.parameter, key))
-                    outer[key] = over_slice(place, record.page, f"{record.name}.{key}")
+                    made = self._reserved.pop((part.parameter, key))
+                    outer[key] = over_slice(made, record.page, f"{record.name}.{key}")
 
 
 def _bare_step(optimizer: optim.Optimizer) -> None:
@@ -372,6 +367,12 @@ def _is_cut_like(value: object, tensor: torch.Tensor) -> bool:
 def _own_copy(value: Any) -> Any:
     """Each part of a parameter begins with the same numbers."""
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _length(page: Page) -> int:
+    """Elements of this rank's slice."""
+    low, high = page.bounds
+    return high - low
 
 
 def _slice_of(value: object) -> DiskSlice | None:

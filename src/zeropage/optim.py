@@ -253,12 +253,17 @@ class ShardedOptimizer:
 
     # -- accounting
 
-    def nbytes(self) -> int:
-        """Bytes of masters and state on this rank."""
-        found = sum(master.slice.nbytes for master in self.masters.values())
-        for state in self.optimizer.state.values():
-            if isinstance(state, dict):
-                found += sum(_own_bytes(value) for value in state.values())
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of masters and state on this rank, by where they are."""
+        found = {"disk": 0, "memory": 0}
+        values: list[object] = [master.slice for master in self.masters.values()]
+        values += [v for state in self.optimizer.state.values() if isinstance(state, dict) for v in state.values()]
+        for value in values:
+            place = value._node.page.store.slice if isinstance(value, PagedTensor) else value
+            if isinstance(place, torch.Tensor):
+                found["memory"] += place.nbytes
+            elif isinstance(place, DiskSlice):
+                found["disk"] += place.nbytes
         return found
 
 
@@ -266,12 +271,3 @@ def record_of(parameter: torch.Tensor) -> Record:
     record = parameter.__dict__["_record"]
     assert isinstance(record, Record)
     return record
-
-
-def _own_bytes(value: object) -> int:
-    if isinstance(value, PagedTensor):
-        page: Page = value._node.page
-        return page.store.nbytes
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return 0

@@ -49,9 +49,8 @@ class StepHooks:
             return
         if pager.config.offload.optimizer == "disk":
             raise ConfigError(
-                f"offload.optimizer='disk' takes effect in an engine only, which streams the states of "
-                f"{type(optimizer).__name__} through memory: step through zp.Engine(model, optimizer), or leave them in "
-                "memory with offload.optimizer='none'"
+                f"offload.optimizer='disk' takes effect in an engine only, and {type(optimizer).__name__} is stepped "
+                "without one: step through zp.Engine(model, optimizer), or set offload.optimizer='none'"
             )
         page_state(optimizer)
         intent = f"optimizer step ({type(optimizer).__name__})"

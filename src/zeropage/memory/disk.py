@@ -5,9 +5,9 @@ A lock (`flock`) is held on it while the process lives. So two jobs in one folde
 left is recognised by its free lock and removed.
 
 [Note: two ways to a file] What is many times the memory is read and written explicitly: `read`, `write`, and
-`memory.stream` with buffers of its own past the page cache (`O_DIRECT`). Everything else - an edit, a checkpoint that is
-read into a slice or written from it - sees a slice as a tensor over a mapping of the file, which the kernel may
-drop from memory at any time. The kernel keeps both alike as long as nobody uses both at once; whether this file
+`memory.stream` with buffers of its own past the page cache (`O_DIRECT`). Everything else - an edit, a checkpoint
+that is read into a slice or written from it - sees a slice as a tensor over a mapping of the file, which the kernel
+may drop from memory at any time. The kernel keeps both alike as long as nobody uses both at once; whether this file
 system does is tried out when the file is made, and if it does not the page cache is never gone past.
 """
 
@@ -22,8 +22,8 @@ import shutil
 import socket
 import weakref
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from zeropage.errors import OffloadError
@@ -295,5 +295,5 @@ def _give_back(free: dict[int, list[int]], nbytes: int, offset: int) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor (1-D)."""
-    found: np.ndarray = tensor.detach().view(torch.uint8).numpy()
-    return memoryview(found)
+    array: Any = tensor.detach().view(torch.uint8).numpy()
+    return memoryview(array)

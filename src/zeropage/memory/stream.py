@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +48,10 @@ class Span:
 class Window:
     """Spans and their places in a buffer."""
 
-    __slots__ = ("_places", "file", "nbytes", "spans")
+    __slots__ = ("_places", "nbytes", "spans")
 
-    def __init__(self, file: DiskFile, spans: Sequence[Span]) -> None:
-        self.file = file
-        self.spans = sorted(spans, key=lambda span: span.start)
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = sorted(spans, key=lambda span: (str(span.slice.file.path), span.start))
         self._places: dict[Span, int] = {}
         self.nbytes = 0
         for span in self.spans:
@@ -68,25 +67,40 @@ class Window:
             return torch.frombuffer(buffer, dtype=span.slice.dtype, count=count, offset=self._places[span])
 
     def read(self, buffer: memoryview) -> None:
-        for place, start, nbytes in self._runs([span for span in self.spans if span.reads]):
-            self.file.read(buffer[place : place + nbytes], start, direct=True)
+        for run in self._runs([span for span in self.spans if span.reads]):
+            run.file.read(buffer[run.place : run.place + run.nbytes], run.start, direct=True)
 
     def write(self, buffer: memoryview) -> None:
-        for place, start, nbytes in self._runs([span for span in self.spans if span.writes]):
-            self.file.write(buffer[place : place + nbytes], start, direct=True)
+        for run in self._runs([span for span in self.spans if span.writes]):
+            run.file.write(buffer[run.place : run.place + run.nbytes], run.start, direct=True)
 
-    def _runs(self, spans: Sequence[Span]) -> list[tuple[int, int, int]]:
-        """Place in the buffer, place in the file, and bytes; neighbours in both are one."""
-        found: list[tuple[int, int, int]] = []
+    def _runs(self, spans: Sequence[Span]) -> list[_Run]:
+        """What is moved in one go: spans that are neighbours in the file and in the buffer."""
+        found: list[_Run] = []
         for span in spans:
-            if found and sum(found[-1][1:]) == span.start and found[-1][0] + found[-1][2] == self._places[span]:
-                found[-1] = (*found[-1][:2], found[-1][2] + span.nbytes)
-            elif span.nbytes:
-                found.append((self._places[span], span.start, span.nbytes))
+            run = _Run(span.slice.file, self._places[span], span.start, span.nbytes)
+            if found and found[-1].is_followed_by(run):
+                found[-1].nbytes += run.nbytes
+            elif run.nbytes:
+                found.append(run)
         return found
 
 
-def stream(windows: Sequence[Window]) -> Iterator[tuple[Window, memoryview]]:
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Bytes that stand side by side in a file (from `start`) and in a buffer (from `place`)."""
+
+    file: DiskFile
+    place: int
+    start: int
+    nbytes: int
+
+    def is_followed_by(self, other: _Run) -> bool:
+        beside = self.place + self.nbytes == other.place and self.start + self.nbytes == other.start
+        return beside and self.file is other.file
+
+
+def stream(windows: Sequence[Window]) -> Generator[tuple[Window, memoryview], None, None]:
     """Each window with the buffer that holds what it reads; what is in it when the next one is asked for is written.
 
     When the iteration ends, everything has been written. It must be closed if it is left early: what was not asked for
