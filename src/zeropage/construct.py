@@ -21,6 +21,7 @@ from zeropage.config import Config
 from zeropage.errors import AdoptionError, ConfigError, OutOfMemoryError
 from zeropage.gradients import Gradients
 from zeropage.layout import Layout
+from zeropage.memory.disk import rounded
 from zeropage.memory.host import available_bytes
 from zeropage.pager import Pager
 from zeropage.steps import StepHooks
@@ -112,7 +113,7 @@ def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:
 
     Raises:
         ConfigError: a wrong setting, or a transport that cannot run here.
-        OutOfMemoryError: the shards would not fit (bytes wanted and available).
+        OutOfMemoryError, OffloadError: the shards would not fit in memory, or on the disk (bytes wanted and available).
         AdoptionError: a parameter cannot be paged (named, with the reason).
     """
     settings = Config.of(config)
@@ -126,7 +127,7 @@ def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:
         space = space_of(known[0])
     else:
         space = Space(settings, group, on_cpu=all(p.device.type in ("cpu", "meta") for _, p in plain))
-    _check_memory(plain, space.pager)
+    _check_room(plain, space.pager)
     space.watcher.page_module(model)
     return model
 
@@ -164,18 +165,37 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
                 )
 
 
-def _check_memory(named: list[tuple[str, nn.Parameter]], pager: Pager) -> None:
+def _check_room(named: list[tuple[str, nn.Parameter]], pager: Pager) -> None:
     """The shards of all ranks on this host must fit beside what is there already."""
+    world = 1 if pager.transport.name == "collective" else pager.transport.world
     if pager.config.offload.parameters == "disk":
-        return  # room is taken one by one, and a full disk is an error there
-    world = pager.transport.world if pager.transport.name == "shared" else 1
-    wanted = 0
-    for _, parameter in named:
-        if parameter.device.type in ("cpu", "meta"):
-            wanted += Layout(parameter.numel(), pager.transport.world).chunk * parameter.element_size() * world
+        wanted = sum(rounded(nbytes) for nbytes in _slice_bytes(named, pager))
+        pager.offload_together("take room on the disk", _why_no_room(pager, wanted * world))
+        return
+    wanted = world * sum(_slice_bytes(named, pager))
     available = available_bytes()
     if wanted > available:
         raise OutOfMemoryError(
             f"the shards take {wanted:,} bytes on this host and {available:,} are available; use more hosts, a "
             "narrower dtype, or fewer parameters."
         )
+
+
+def _slice_bytes(named: list[tuple[str, nn.Parameter]], pager: Pager) -> list[int]:
+    """Bytes of the largest slice of each parameter in host memory."""
+    return [
+        Layout(parameter.numel(), pager.transport.world).chunk * parameter.element_size()
+        for _, parameter in named
+        if parameter.device.type in ("cpu", "meta")
+    ]
+
+
+def _why_no_room(pager: Pager, wanted: int) -> str:
+    disk = pager.disk
+    assert disk is not None
+    if wanted <= disk.available:
+        return ""
+    return (
+        f"{disk.path}: the shards take {wanted:,} bytes on this disk and {disk.available:,} are free. Make room, or "
+        "set offload.folder to another disk."
+    )

@@ -1,1 +1,1 @@
-"""Where shards live: plain memory of a rank (`host`), memory that all ranks of a host map (`shared`), files (`disk`)."""
+"""Where shards live: memory of a rank (`host`), memory that all ranks of a host map (`shared`), or files (`disk`)."""

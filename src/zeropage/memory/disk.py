@@ -208,6 +208,12 @@ class Disk:
         """Bytes that the file takes."""
         return self._end
 
+    @property
+    def available(self) -> int:
+        """Bytes that are free on its disk."""
+        about = os.statvfs(self.path.parent)
+        return about.f_bavail * about.f_frsize
+
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> DiskSlice:
         """Room for a slice, whose values are undefined. It is taken on the disk now, and given back with the slice.
 
@@ -222,10 +228,9 @@ class Disk:
             try:
                 offset = self._find(nbytes)
             except OSError as error:
-                about = os.statvfs(self.path.parent)
                 raise OffloadError(
                     f"{self.path}: {error.strerror or error}: {nbytes:,} bytes for {what} are needed beside the "
-                    f"{self._end:,} that the file has, and {about.f_bavail * about.f_frsize:,} are free. Nothing was "
+                    f"{self._end:,} that the file has, and {self.available:,} are free. Nothing was "
                     "changed: make room and go on, or set offload.folder to another disk."
                 ) from error
         found = DiskSlice(self.file, offset, numel, dtype, owner=self)
