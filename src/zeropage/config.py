@@ -86,26 +86,32 @@ class LossScaleConfig(_Section):
 
 
 class OffloadConfig(_Section):
-    """Where shards live that the device has no room for. In this version "host" has no effect, and says so on a device:
-    on a host without one everything is there already."""
+    """Where shards live that there is no room for. In this version "host" has no effect, and says so on a device: on a
+    host without one everything is there already."""
 
     parameters: OffloadTarget = "none"
-    """Where the parameter shards live: "none" is on the device of the parameter."""
+    """Where the parameter shards live: "none" is on the device of the parameter, "disk" in files of `folder`."""
 
     optimizer: OffloadTarget = "none"
-    """Where fp32 masters and optimizer states live, and where the step is computed."""
+    """Where fp32 masters and optimizer states live; with "disk" an engine streams them through memory at each step."""
 
     folder: Path | None = Field(default=None, strict=False)
-    """The folder for shards that are offloaded to disk."""
+    """The folder for what is offloaded to disk; each rank of each job makes a subfolder of its own, and removes it."""
+
+    buffer_bytes: PositiveInt = 64 * MIB
+    """How many bytes of memory a rank takes to read ahead from the disk and to write behind."""
 
     @model_validator(mode="after")
     def _check_effect(self) -> OffloadConfig:
-        on_disk = [key for key in ("parameters", "optimizer") if getattr(self, key) == "disk"]
-        if on_disk:
-            raise ValueError(f"{_and(on_disk)}='disk' is not available in this version; use 'host' or 'none'")
-        if self.folder is not None:
+        if "disk" in (self.parameters, self.optimizer):
+            if self.folder is None:
+                raise ValueError("offloading to 'disk' needs a folder; name one with offload.folder")
+            return self
+        idle = sorted({"folder", "buffer_bytes"} & self.model_fields_set)
+        if idle:
             raise ValueError(
-                "folder takes effect only where parameters or optimizer are offloaded to 'disk'; remove it"
+                f"{_and(idle)} cannot take effect: it does only where parameters or optimizer are offloaded to 'disk'; "
+                "remove it"
             )
         return self
 
@@ -142,8 +148,8 @@ class Config(_Section):
     """Whether pages that the last steps predict are gathered before they are asked for."""
 
     offload: OffloadConfig = OffloadConfig()
-    """Where shards live that the device has no room for. In this version "host" has no effect, and says so on a device:
-    on a host without one everything is there already."""
+    """Where shards live that there is no room for. In this version "host" has no effect, and says so on a device: on a
+    host without one everything is there already."""
 
     transport: TransportName = "auto"
     """How ranks exchange slices: "auto" is "local" for one rank, "shared" for ranks on one host with

@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # in no __all__
 
 from zeropage.config import Config
-from zeropage.errors import AdoptionError, OutOfMemoryError
+from zeropage.errors import AdoptionError, ConfigError, OutOfMemoryError
 from zeropage.gradients import Gradients
 from zeropage.layout import Layout
+from zeropage.memory.disk import rounded
 from zeropage.memory.host import available_bytes
 from zeropage.pager import Pager
 from zeropage.steps import StepHooks
@@ -42,6 +43,10 @@ class Space:
     def __init__(self, config: Config, group: object, *, on_cpu: bool) -> None:
         if not on_cpu and "host" in (config.offload.parameters, config.offload.optimizer):
             _log.warning("offload to 'host' has no effect on a device yet: shards and optimizer states stay there")
+        if not on_cpu and "disk" in (config.offload.parameters, config.offload.optimizer):
+            raise ConfigError(
+                "offload to 'disk' is for parameters in host memory in this version; move the model to the CPU"
+            )
         self.group = find_group(group, config.timeout_s)
         self.pager = Pager(open_transport(config, self.group, on_cpu=on_cpu), config)
         self.gradients = Gradients(self.pager)
@@ -108,7 +113,7 @@ def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:
 
     Raises:
         ConfigError: a wrong setting, or a transport that cannot run here.
-        OutOfMemoryError: the shards would not fit (bytes wanted and available).
+        OutOfMemoryError, OffloadError: the shards would not fit in memory, or on the disk (bytes wanted and available).
         AdoptionError: a parameter cannot be paged (named, with the reason).
     """
     settings = Config.of(config)
@@ -122,7 +127,7 @@ def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:
         space = space_of(known[0])
     else:
         space = Space(settings, group, on_cpu=all(p.device.type in ("cpu", "meta") for _, p in plain))
-    _check_memory(plain, space.pager)
+    _check_room(plain, space.pager)
     space.watcher.page_module(model)
     return model
 
@@ -160,16 +165,37 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
                 )
 
 
-def _check_memory(named: list[tuple[str, nn.Parameter]], pager: Pager) -> None:
+def _check_room(named: list[tuple[str, nn.Parameter]], pager: Pager) -> None:
     """The shards of all ranks on this host must fit beside what is there already."""
-    world = pager.transport.world if pager.transport.name == "shared" else 1
-    wanted = 0
-    for _, parameter in named:
-        if parameter.device.type in ("cpu", "meta"):
-            wanted += Layout(parameter.numel(), pager.transport.world).chunk * parameter.element_size() * world
+    world = 1 if pager.transport.name == "collective" else pager.transport.world
+    if pager.config.offload.parameters == "disk":
+        wanted = sum(rounded(nbytes) for nbytes in _slice_bytes(named, pager))
+        pager.offload_together("take room on the disk", _why_no_room(pager, wanted * world))
+        return
+    wanted = world * sum(_slice_bytes(named, pager))
     available = available_bytes()
     if wanted > available:
         raise OutOfMemoryError(
             f"the shards take {wanted:,} bytes on this host and {available:,} are available; use more hosts, a "
             "narrower dtype, or fewer parameters."
         )
+
+
+def _slice_bytes(named: list[tuple[str, nn.Parameter]], pager: Pager) -> list[int]:
+    """Bytes of the largest slice of each parameter in host memory."""
+    return [
+        Layout(parameter.numel(), pager.transport.world).chunk * parameter.element_size()
+        for _, parameter in named
+        if parameter.device.type in ("cpu", "meta")
+    ]
+
+
+def _why_no_room(pager: Pager, wanted: int) -> str:
+    disk = pager.disk
+    assert disk is not None
+    if wanted <= disk.available:
+        return ""
+    return (
+        f"{disk.path}: the shards take {wanted:,} bytes on this disk and {disk.available:,} are free. Make room, or "
+        "set offload.folder to another disk."
+    )

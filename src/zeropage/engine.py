@@ -21,10 +21,11 @@ from torch import nn
 from zeropage.checkpoint import LoadResult, Save, Stateful, begin_save, end_save, load_checkpoint, opened
 from zeropage.config import Config
 from zeropage.construct import ConfigLike, pagers_of, shard, space_of
-from zeropage.errors import ConfigError, NonFiniteError, ZeropageError
+from zeropage.errors import ConfigError, NonFiniteError, OffloadError, ZeropageError
 from zeropage.findings import Findings, Verdict, agree
 from zeropage.gradients import DTYPES, Record
 from zeropage.loss_scale import DynamicLossScale
+from zeropage.offloaded import OffloadedOptimizer
 from zeropage.optim import ShardedOptimizer, check_optimizer, record_of
 from zeropage.pager import Pager
 from zeropage.reports import MemoryReport, StepResult
@@ -93,7 +94,7 @@ class Engine:
             space.gradients.looks_for_nonfinite = self._may_skip
         self._closed = False
         self._saving: Save | None = None
-        self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
+        self._sharded = self._sharded_optimizer_of(optimizer)
         self._claim()
         self.lr_scheduler = lr_scheduler
         self.global_step = 0
@@ -185,6 +186,8 @@ class Engine:
         Raises:
             ConfigError: the engine has no optimizer.
             CheckpointError: a save with `wait=False` has failed; the step was made all the same.
+            OffloadError: the disk for offloaded states is full or fails, on any rank. The message says whether anything
+                was changed; if not, room can be made and `step` called again.
             NonFiniteError: where steps are skipped: more than ten in a row, for a loss that is not finite itself
                 or without a loss scale; or gradients still overflow at the smallest loss scale. Names the first bad
                 parameter and rank.
@@ -252,6 +255,7 @@ class Engine:
 
     def _apply(self, optimizer: ShardedOptimizer) -> StepResult:
         scale = self.loss_scale
+        self._prepare(optimizer)
         for pager in self._pagers:
             pager.open_batch(f"apply step {self._attempt}")
         try:
@@ -267,6 +271,14 @@ class Engine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         return StepResult(True, self.grad_norm, scale)
+
+    def _prepare(self, optimizer: ShardedOptimizer) -> None:
+        """Whatever fails here has changed nothing: the step can be tried again."""
+        try:
+            optimizer.prepare()
+        except OffloadError:
+            self._micro_steps = self.config.accumulate - 1
+            raise
 
     def _clip_factor(self) -> float:
         """As `torch.nn.utils.clip_grad_norm_`: never above one."""
@@ -358,6 +370,8 @@ class Engine:
         """
         self._require_open()
         self._finish_save()
+        if self._sharded is not None:
+            self._sharded.require_whole()
         self._saving = begin_save(
             self, Path(folder), tag, client_state,
             keep=keep, trainable_only=trainable_only, leave_out=leave_out, latest=latest, data_loader=data_loader,
@@ -434,8 +448,8 @@ class Engine:
     # -- memory and end
 
     def memory(self) -> MemoryReport:
-        """What this engine holds on this rank, in bytes."""
-        optimizer = 0 if self._sharded is None else self._sharded.nbytes()
+        """What this engine holds on this rank, in bytes; "disk" is one of the devices."""
+        optimizer = {} if self._sharded is None else self._sharded.nbytes()
         return MemoryReport.of(self._records(), optimizer, self._pagers)
 
     def close(self) -> None:
@@ -498,6 +512,14 @@ class Engine:
         if self._sharded is None:
             raise ConfigError("this engine was made without an optimizer")
         return self._sharded
+
+    def _sharded_optimizer_of(self, optimizer: torch.optim.Optimizer | None) -> ShardedOptimizer | None:
+        if optimizer is None:
+            return None
+        for pager in self._pagers:
+            if pager.config.offload.optimizer == "disk":
+                return OffloadedOptimizer(optimizer, pager)
+        return ShardedOptimizer(optimizer)
 
     def _convert_parameters(self) -> None:
         """Cast trainable parameters to the engine's precision; what they were exactly stays as the master."""

@@ -15,6 +15,7 @@
      x GradientError                    (RuntimeError)
      x NonFiniteError                   (ArithmeticError)
      x CheckpointError                  (RuntimeError)
+     x OffloadError                     (OSError)
 
 `except zp.errors.ZeropageError` catches all of them; the built-in class in brackets lets code that
 knows nothing of zeropage catch the kind of failure that it expects. A message says what happened, to
@@ -28,6 +29,7 @@ __all__ = [
     "DivergenceError",
     "GradientError",
     "NonFiniteError",
+    "OffloadError",
     "OutOfMemoryError",
     "PageError",
     "PeerLostError",
@@ -98,3 +100,7 @@ class NonFiniteError(ZeropageError, ArithmeticError):
 
 class CheckpointError(ZeropageError, RuntimeError):
     """A checkpoint is missing, incomplete or does not fit the model that should load it."""
+
+
+class OffloadError(ZeropageError, OSError):
+    """What is offloaded to disk could not be kept there or read back; names the file and the bytes."""

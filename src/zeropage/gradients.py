@@ -51,7 +51,7 @@ class GradientPage(Page):
     @property
     def rounds(self) -> bool:
         """Whether the sum has another dtype than the page."""
-        return self.accumulator.store.shard.dtype != self.dtype
+        return self.accumulator.store.dtype != self.dtype
 
     def own(self) -> torch.Tensor:
         if not self.rounds:
@@ -68,7 +68,7 @@ class GradientPage(Page):
 
     def fill(self, frame: torch.Tensor, in_step: str | None) -> None:
         store, transport = self.store, self.pager.transport
-        into = frame if store.shard.dtype == frame.dtype else torch.empty_like(frame, dtype=store.shard.dtype)
+        into = frame if store.dtype == frame.dtype else torch.empty_like(frame, dtype=store.dtype)
         if in_step is not None:
             transport.gather_in_step(store, into, in_step)
         else:

@@ -19,11 +19,12 @@ from torch import nn, optim
 
 from zeropage.errors import ConfigError
 from zeropage.gradients import Record
+from zeropage.memory.disk import DiskSlice
 from zeropage.page import Page
 from zeropage.steps import over_slice, page_state, shard_state
 from zeropage.tensor import PagedTensor
 
-__all__ = ["NARROW", "Master", "ShardedOptimizer", "check_optimizer", "record_of"]
+__all__ = ["NARROW", "Master", "ShardedOptimizer", "check_optimizer", "is_elementwise", "record_of"]
 
 # Exactly these: a subclass may do anything.
 _ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset({
@@ -43,9 +44,13 @@ class Master:
     `page` and `version` tell with what it agreed last: a page written by somebody else is taken anew.
     """
 
-    values: torch.Tensor
+    slice: torch.Tensor | DiskSlice
     page: Page
     version: int
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.slice if isinstance(self.slice, torch.Tensor) else self.slice.mapped()
 
     def agrees_with(self, page: Page) -> bool:
         return self.page is page and self.version == page.version
@@ -64,6 +69,11 @@ class _MasterRecord:
 
     def assign_gradient(self, value: torch.Tensor | None) -> None:
         self._face = value if isinstance(value, PagedTensor) else None
+
+
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether it treats every element by itself, so that a part of a parameter can be stepped alone."""
+    return type(optimizer) in _ELEMENTWISE
 
 
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
@@ -92,7 +102,7 @@ class ShardedOptimizer:
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.masters: dict[Record, Master] = {}
-        self._elementwise = type(optimizer) in _ELEMENTWISE
+        self._elementwise = is_elementwise(optimizer)
         page_state(optimizer)
 
     def parameters(self) -> list[PagedTensor]:
@@ -101,9 +111,29 @@ class ShardedOptimizer:
     def records(self) -> list[Record]:
         return list(dict.fromkeys(record_of(parameter) for parameter in self.parameters()))
 
-    def keep_master(self, record: Record, values: torch.Tensor) -> None:
+    def keep_master(self, record: Record, values: torch.Tensor | DiskSlice) -> None:
         """Use `values` (fp32, this rank's slice) as the exact values behind a 16-bit page."""
         self.masters[record] = Master(values, record.page, record.page.version)
+
+    def room(self, page: Page, dtype: torch.dtype, name: str) -> PagedTensor:
+        """A state or a master of `page`, cut like it, whose values are undefined."""
+        low, high = page.bounds
+        return over_slice(torch.empty(high - low, dtype=dtype, device=page.spec.device), page, name)
+
+    def forget(self) -> None:
+        """Let go of all state."""
+        for parameter in self.parameters():
+            self.optimizer.state.pop(parameter, None)
+        self.masters.clear()
+
+    def restored(self) -> None:
+        """A checkpoint has been loaded."""
+
+    def require_whole(self) -> None:
+        """Raise if a step has failed in the middle, until a checkpoint is loaded."""
+
+    def prepare(self) -> None:
+        """What can fail, before anything is changed (collective; all ranks have met)."""
 
     def is_one_number(self, key: str) -> bool:
         """Whether that state is one number for a whole parameter, also for one that is a number itself."""
@@ -223,12 +253,17 @@ class ShardedOptimizer:
 
     # -- accounting
 
-    def nbytes(self) -> int:
-        """Bytes of masters and state on this rank."""
-        found = sum(master.values.numel() * master.values.element_size() for master in self.masters.values())
-        for state in self.optimizer.state.values():
-            if isinstance(state, dict):
-                found += sum(_own_bytes(value) for value in state.values())
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of masters and state on this rank, by where they are."""
+        found = {"disk": 0, "memory": 0}
+        values: list[object] = [master.slice for master in self.masters.values()]
+        values += [v for state in self.optimizer.state.values() if isinstance(state, dict) for v in state.values()]
+        for value in values:
+            place = value._node.page.store.slice if isinstance(value, PagedTensor) else value
+            if isinstance(place, torch.Tensor):
+                found["memory"] += place.nbytes
+            elif isinstance(place, DiskSlice):
+                found["disk"] += place.nbytes
         return found
 
 
@@ -236,12 +271,3 @@ def record_of(parameter: torch.Tensor) -> Record:
     record = parameter.__dict__["_record"]
     assert isinstance(record, Record)
     return record
-
-
-def _own_bytes(value: object) -> int:
-    if isinstance(value, PagedTensor):
-        page: Page = value._node.page
-        return page.store.nbytes
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return 0

@@ -9,6 +9,7 @@ an operator gets the same values whatever was predicted.
 from __future__ import annotations
 
 import threading
+import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +20,10 @@ from typing import TypeVar
 import torch
 
 from zeropage.config import Config
-from zeropage.errors import DivergenceError, UninitializedPageError
+from zeropage.errors import DivergenceError, OffloadError, UninitializedPageError
 from zeropage.layout import Layout
 from zeropage.memory.addresses import Addresses
+from zeropage.memory.disk import Disk, DiskSlice
 from zeropage.memory.host import Store, allocate, holders
 from zeropage.page import CastNode, Page, Spec
 from zeropage.step_scope import StepScope
@@ -65,6 +67,7 @@ class Pager:
     def __init__(self, transport: Transport, config: Config) -> None:
         self.transport = transport
         self.config = config
+        self.disk = self._open_disk()
         self.counters = Counters()
         self.step = StepScope()
         self.home = _home()
@@ -96,10 +99,14 @@ class Pager:
     def new_page(self, name: str, spec: Spec) -> Page:
         """A page with memory for its slices on all ranks (collective). Its values are undefined."""
         layout = Layout(spec.shape.numel(), self.transport.world)
-        store = self.transport.allocate(name, layout, spec.dtype, spec.device)
+        if self.config.offload.parameters == "disk":
+            own, parts = self._place(name, layout, spec.dtype)
+            store = self.transport.private(own, layout, parts)
+        else:
+            store = self.transport.allocate(name, layout, spec.dtype, spec.device)
         return self.register(lambda number: Page(name, spec, layout, store, self, number))
 
-    def private_page(self, name: str, spec: Spec, shard: torch.Tensor) -> Page:
+    def private_page(self, name: str, spec: Spec, shard: torch.Tensor | DiskSlice) -> Page:
         """A page over a slice that this rank holds already; every rank makes it with its own slice."""
         layout = Layout(spec.shape.numel(), self.transport.world)
         store = self.transport.private(shard, layout)
@@ -113,6 +120,56 @@ class Pager:
         if page.framed:
             self._largest = max(self._largest, page.nbytes)
         return page
+
+    # -- disk
+
+    def _open_disk(self) -> Disk | None:
+        """This rank's file, where anything is offloaded to disk (collective)."""
+        offload = self.config.offload
+        if "disk" not in (offload.parameters, offload.optimizer):
+            return None
+        assert offload.folder is not None
+        job = self.transport.meet("name the job on the disk", uuid.uuid4().hex[:12].encode())[0].decode()
+        made, problem = None, ""
+        try:
+            made = Disk(offload.folder.absolute(), job, self.transport.rank, offload.buffer_bytes)
+        except OffloadError as error:
+            problem = str(error)
+        self.offload_together("open the offload folder", problem)
+        return made
+
+    def place(self, name: str, layout: Layout, dtype: torch.dtype) -> DiskSlice:
+        """Room on the disk for this rank's slice of something; its values are undefined (collective).
+
+        Raises:
+            OffloadError: the disk of any rank is full. Nothing was changed.
+        """
+        return self._place(name, layout, dtype)[0]
+
+    def _place(self, name: str, layout: Layout, dtype: torch.dtype) -> tuple[DiskSlice, list[DiskSlice]]:
+        """This rank's slice, and those of all ranks as far as files are on one host."""
+        disk, rank = self.disk, self.transport.rank
+        assert disk is not None
+        own, answer = None, b""
+        try:
+            own = disk.allocate(layout.length(rank), dtype, name)
+            answer = b"%d" % own.offset
+        except OffloadError as error:
+            answer = str(error).encode()
+        answers = self.transport.meet(f"place {name} of {layout.numel} x {dtype} on the disk", answer)
+        _raise_together([("" if found.isdigit() else found.decode(errors="replace")) for found in answers])
+        assert own is not None
+        if self.transport.name == "collective":
+            return own, []
+        return own, [
+            own if peer == rank else DiskSlice(disk.of_peer(peer), int(found), layout.length(peer), dtype)
+            for peer, found in enumerate(answers)
+        ]
+
+    def offload_together(self, what: str, problem: str) -> None:
+        """Raise OffloadError on all ranks if any has a problem (collective); "" is none."""
+        answers = self.transport.meet(what, problem.encode()[:4000])
+        _raise_together([answer.decode(errors="replace") for answer in answers])
 
     # -- faults
 
@@ -461,6 +518,13 @@ class Pager:
         self.adopt = _adopt_nothing
         self.abandoned = self.sums_complete = self.before_writes = _nothing
         self.transport.close()
+
+
+def _raise_together(problems: list[str]) -> None:
+    told = [(rank, problem) for rank, problem in enumerate(problems) if problem]
+    if told:
+        rank, text = told[0]
+        raise OffloadError(text if len(told) == len(problems) else f"rank {rank}: {text}")
 
 
 def _home() -> torch.device:

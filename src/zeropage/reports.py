@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeropage.gradients import Record
+from zeropage.memory.disk import DiskSlice
 from zeropage.pager import Pager
 
 __all__ = ["MemoryReport", "StepResult"]
@@ -27,7 +28,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes on this rank. `frames` are gathered copies alive now, `peak_frames` the most there ever were."""
+    """Bytes on this rank, in memory or on disk (`by_device` tells).
+
+    `frames` are gathered copies alive now, `peak_frames` the most there ever were.
+    """
 
     parameters: int
     gradients: int
@@ -41,8 +45,8 @@ class MemoryReport:
         return self.parameters + self.gradients + self.optimizer + self.frames
 
     @staticmethod
-    def of(records: Sequence[Record], optimizer: int, pagers: Sequence[Pager]) -> MemoryReport:
-        """The report over these parameters, `optimizer` bytes of state, and the frames of `pagers`."""
+    def of(records: Sequence[Record], optimizer: Mapping[str, int], pagers: Sequence[Pager]) -> MemoryReport:
+        """The report over these parameters, bytes of state in "memory" and on "disk", and the frames of `pagers`."""
         by_device: dict[str, int] = {}
         parameters = gradients = 0
         for record in records:
@@ -50,13 +54,17 @@ class MemoryReport:
             parameters += own
             gradients += summed
             device = str(record.page.spec.device)
-            by_device[device] = by_device.get(device, 0) + own + summed
+            place = "disk" if isinstance(record.page.store.slice, DiskSlice) else device
+            by_device[device] = by_device.get(device, 0) + summed
+            by_device[place] = by_device.get(place, 0) + own
         for device in list(by_device)[:1]:
-            by_device[device] += optimizer
+            by_device[device] += optimizer.get("memory", 0)
+        if optimizer.get("disk"):
+            by_device["disk"] = by_device.get("disk", 0) + optimizer["disk"]
         return MemoryReport(
             parameters=parameters,
             gradients=gradients,
-            optimizer=optimizer,
+            optimizer=sum(optimizer.values()),
             frames=sum(pager.resident_bytes for pager in pagers),
             peak_frames=sum(pager.counters.peak_resident_bytes for pager in pagers),
             by_device=by_device,

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zeropage.errors import ConfigError
 from zeropage.hooks import register
+from zeropage.memory.disk import DiskSlice
 from zeropage.page import Page, Spec
 from zeropage.pager import Pager
 from zeropage.tensor import PagedTensor, over
@@ -45,6 +47,11 @@ class StepHooks:
         pager = self._pager()
         if pager is None or not _holds(optimizer, pager):
             return
+        if pager.config.offload.optimizer == "disk":
+            raise ConfigError(
+                f"offload.optimizer='disk' takes effect in an engine only, and {type(optimizer).__name__} is stepped "
+                "without one: step through zp.Engine(model, optimizer), or set offload.optimizer='none'"
+            )
         page_state(optimizer)
         intent = f"optimizer step ({type(optimizer).__name__})"
         pager.close_batch()
@@ -107,7 +114,7 @@ def shard_state(value: torch.Tensor, page: Page, name: str) -> PagedTensor:
     return over_slice(page.slice_of(value.detach()).clone(), page, name)
 
 
-def over_slice(part: torch.Tensor, page: Page, name: str) -> PagedTensor:
+def over_slice(part: torch.Tensor | DiskSlice, page: Page, name: str) -> PagedTensor:
     """A paged tensor of `page`'s shape over this rank's slice of it."""
     spec = Spec(page.spec.shape, page.spec.stride, 0, None, part.dtype, torch.strided, part.device)
     return over(page.pager.private_page(name, spec, part))

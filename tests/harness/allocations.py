@@ -25,9 +25,7 @@ def allocations() -> Iterator[Allocations]:
     found = Allocations()
     activities = [torch.profiler.ProfilerActivity.CPU]
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # also those that carry messages
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, experimental_config=everywhere
-    ) as profiler:
+    with torch.profiler.profile(activities=activities, profile_memory=True, experimental_config=everywhere) as profiler:
         yield found
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -52,7 +52,7 @@ def test_a_config_cannot_be_changed():
             {"offload": {"parameter": "host"}},
             "config key 'offload.parameter': unknown key; did you mean 'parameters'?",
         ),
-        ({"offload": {"zzz": 1}}, "known keys are folder, optimizer, parameters"),
+        ({"offload": {"zzz": 1}}, "known keys are buffer_bytes, folder, optimizer, parameters"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_one(settings, message):
@@ -98,9 +98,10 @@ def test_all_mistakes_are_reported_at_once():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"offload": {"parameters": "disk"}}, "not available in this version"),
-        ({"offload": {"optimizer": "disk", "folder": "/somewhere"}}, "not available in this version"),
-        ({"offload": {"folder": "/somewhere"}}, "folder takes effect only"),
+        ({"offload": {"parameters": "disk"}}, "needs a folder"),
+        ({"offload": {"optimizer": "disk"}}, "needs a folder"),
+        ({"offload": {"folder": "/somewhere"}}, "folder cannot take effect"),
+        ({"offload": {"optimizer": "host", "buffer_bytes": 1}}, "buffer_bytes cannot take effect"),
         ({"loss_scale": {}}, "only with precision='fp16'"),
         ({"precision": "bf16", "loss_scale": {"initial": 2}}, "precision is 'bf16'"),
         ({"precision": "fp16", "loss_scale": {"dynamic": False, "window": 5}}, "window cannot take effect"),

@@ -162,7 +162,7 @@ def _tensors(engine: Training, left_out: list[str]) -> dict[str, torch.Tensor]:
         name, record = names[parameter], record_of(parameter)
         master = sharded.masters.get(record)
         if master is not None and master.agrees_with(record.page):
-            state[f"master.{name}"] = over_slice(master.values, record.page, f"{name} in fp32")
+            state[f"master.{name}"] = over_slice(master.slice, record.page, f"{name} in fp32")
         for key, value in sharded.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 state[f"optimizer.{name}.{key}"] = value

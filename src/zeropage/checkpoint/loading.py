@@ -97,8 +97,8 @@ def load_checkpoint(
     checked = manifest is not None
     into = targets if checked else {name: _room_like(value, name) for name, value in targets.items()}
     if sharded is not None and checked:
-        _let_go(sharded)
-    masters = {} if sharded is None else _empty_masters(engine, metadata)
+        sharded.forget()  # makes room for the state that comes
+    masters = {} if sharded is None else _empty_masters(engine, sharded, metadata)
     found = {} if sharded is None else _empty_optimizer(engine, sharded, metadata)
     state = {key: value for key, (value, _) in found.items()} | masters
     with _writing(engine, path.name, targets), one_verdict(transport, f"read {path.name}"), torch.no_grad():
@@ -181,13 +181,6 @@ def _put_in_place(engine: Training, tag: str, named: dict[str, torch.Tensor], re
                 value.copy_(found)
 
 
-def _let_go(sharded: ShardedOptimizer) -> None:
-    """Make room for the state that comes."""
-    for parameter in sharded.parameters():
-        sharded.optimizer.state.pop(parameter, None)
-    sharded.masters.clear()
-
-
 def _check_whole(metadata: Metadata, path: Path) -> None:
     """Every tensor must be covered by its parts: what is read is written over memory that holds anything."""
     for key, about in metadata.state_dict_metadata.items():
@@ -259,27 +252,28 @@ def _empty_optimizer(
         if sharded.is_one_number(state) and not described.size:
             room = torch.zeros((), dtype=described.properties.dtype)
         else:
-            room = _room(described, parameter, key)
+            room = _room(sharded, described, parameter, key)
         found[key] = (room, (parameter, state))
     return found
 
 
-def _empty_masters(engine: Training, metadata: Metadata) -> dict[str, torch.Tensor]:
+def _empty_masters(engine: Training, sharded: ShardedOptimizer, metadata: Metadata) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in parameters_of(engine).items():
         described = metadata.state_dict_metadata.get(f"master.{name}")
         if isinstance(described, TensorStorageMetadata):
-            found[f"master.{name}"] = _room(described, parameter, f"master.{name}")
+            found[f"master.{name}"] = _room(sharded, described, parameter, f"master.{name}")
     return found
 
 
-def _room(described: TensorStorageMetadata, parameter: PagedTensor, name: str) -> torch.Tensor:
+def _room(
+    sharded: ShardedOptimizer, described: TensorStorageMetadata, parameter: PagedTensor, name: str
+) -> torch.Tensor:
     page = parameter._node.page
     dtype = described.properties.dtype
     if described.size != page.spec.shape:
         return torch.empty(described.size, dtype=dtype)
-    low, high = page.bounds
-    return over_slice(torch.empty(high - low, dtype=dtype, device=page.spec.device), page, name)
+    return sharded.room(page, dtype, name)
 
 
 def _restore_optimizer(
@@ -290,7 +284,7 @@ def _restore_optimizer(
     masters: dict[str, torch.Tensor],
 ) -> None:
     optimizer = sharded.optimizer
-    _let_go(sharded)
+    sharded.forget()
     for value, (parameter, key) in restored.values():
         optimizer.state[parameter][key] = value
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
@@ -299,9 +293,10 @@ def _restore_optimizer(
     for name, parameter in by_name.items():
         master = masters.get(f"master.{name}")
         if isinstance(master, PagedTensor) and parameter.dtype in NARROW:
-            sharded.keep_master(record_of(parameter), master._node.page.own())
+            sharded.keep_master(record_of(parameter), master._node.page.store.slice)
     for name, values in extra["state"].items():
         optimizer.state[by_name[name]].update(values)
+    sharded.restored()
 
 
 def _load(engine: Training, state: dict[str, Any], path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zeropage.engine import Engine
+from zeropage.errors import ConfigError
 from zeropage.optim import ShardedOptimizer
 
 __all__ = ["Masters"]
@@ -20,6 +21,10 @@ class Masters:
 
     def __init__(self, engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         assert engine.sharded_optimizer is not None
+        if any(pager.config.offload.optimizer == "disk" for pager in engine.pagers):
+            raise ConfigError(
+                "offload.optimizer='disk' cannot take effect with fp32_masters under Lightning's loops; remove one"
+            )
         self.engine = engine
         self._values = engine.sharded_optimizer.masters
         self._sharded = [(optimizer, ShardedOptimizer(optimizer)) for optimizer in optimizers]

@@ -1,1 +1,1 @@
-"""Where shards live: plain memory of one rank (`host`) or memory that all ranks of a host map (`shared`)."""
+"""Where shards live: memory of a rank (`host`), memory that all ranks of a host map (`shared`), or files (`disk`)."""

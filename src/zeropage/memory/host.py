@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zeropage.layout import Layout
+from zeropage.memory.disk import DiskSlice
 from zeropage.memory.limits import cgroup_available, machine_available
 
 __all__ = ["Store", "allocate", "available_bytes", "holders"]
@@ -16,22 +18,48 @@ __all__ = ["Store", "allocate", "available_bytes", "holders"]
 class Store:
     """The memory behind a page.
 
-    `shard` is this rank's slice (1-D, `layout.length(rank)` elements). `whole` is the full flat run
-    (1-D, `layout.numel` elements) where this rank can address it without copying, else None.
-    `owner` keeps alive what the tensors are views of.
+    `slice` is where this rank's part lies (1-D, `layout.length(rank)` elements): in memory or on disk. `whole` is the
+    full flat run (1-D, `layout.numel` elements) where this rank can address it without copying, else None. `parts` are
+    the slices of all ranks, on disk, where this rank can read them all, else None. `owner` keeps alive what the
+    tensors are views of.
     """
 
     uid: int
     check: int
     layout: Layout
-    shard: torch.Tensor
+    slice: torch.Tensor | DiskSlice
     whole: torch.Tensor | None = None
     owner: object = None
+    parts: Sequence[DiskSlice] | None = None
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's slice: what is written to it is kept."""
+        return self.slice if isinstance(self.slice, torch.Tensor) else self.slice.mapped()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slice.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's slice."""
-        return self.shard.numel() * self.shard.element_size()
+        return self.slice.nbytes
+
+    def values(self) -> torch.Tensor:
+        """This rank's slice in memory, to be read."""
+        if isinstance(self.slice, torch.Tensor):
+            return self.slice
+        found = allocate(self.slice.numel, self.slice.dtype, self.slice.device)
+        self.slice.read(found)
+        return found
+
+    def read_parts(self, frame: torch.Tensor) -> None:
+        """Fill `frame` (1-D, `layout.numel` elements) from the slices of all ranks."""
+        assert self.parts is not None
+        for rank, part in enumerate(self.parts):
+            low, high = self.layout.bounds(rank)
+            part.read(frame[low:high])
 
 
 def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch
 
 from zeropage.errors import GradientError
 from zeropage.layout import Layout
+from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store
 from zeropage.transport.courier import Arrival
 
@@ -108,8 +109,13 @@ class Transport(Protocol):
     def allocate(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> Store:
         """Memory for one page, seen by all ranks as far as the transport can (collective)."""
 
-    def private(self, shard: torch.Tensor, layout: Layout) -> Store:
-        """A store over memory that this rank already has (made by all ranks in the same order)."""
+    def private(
+        self, shard: torch.Tensor | DiskSlice, layout: Layout, parts: Sequence[DiskSlice] | None = None
+    ) -> Store:
+        """A store over memory, or a part of a file, that this rank already has (made by all ranks in the same order).
+
+        `parts`: the slices of all ranks, if this rank can read them all.
+        """
 
     def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> Accumulator:
         """An empty accumulator (collective)."""

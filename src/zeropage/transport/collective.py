@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from zeropage.layout import Layout
+from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store, allocate
 from zeropage.transport.courier import Arrival
 from zeropage.transport.group import Group
@@ -35,7 +36,9 @@ class CollectiveTransport:
         shard = allocate(layout.length(self.rank), dtype, device)
         return self._rounds.private(shard, layout, _check_of(name))
 
-    def private(self, shard: torch.Tensor, layout: Layout) -> Store:
+    def private(
+        self, shard: torch.Tensor | DiskSlice, layout: Layout, parts: Sequence[DiskSlice] | None = None
+    ) -> Store:
         return self._rounds.private(shard, layout)
 
     def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> RoundAccumulator:

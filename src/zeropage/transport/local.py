@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from zeropage.layout import Layout
+from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store, allocate
 from zeropage.transport.base import accumulate, overtaken
 from zeropage.transport.courier import Arrival
@@ -31,7 +32,7 @@ class LocalAccumulator:
         self._epoch = epoch
 
     def _bind(self, memory: torch.Tensor) -> None:
-        self.store.shard = memory
+        self.store.slice = memory
         self.store.whole = memory
 
     def present(self, epoch: int) -> bool:
@@ -63,8 +64,10 @@ class LocalTransport:
     def allocate(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> Store:
         return self.private(allocate(layout.numel, dtype, device), layout)
 
-    def private(self, shard: torch.Tensor, layout: Layout) -> Store:
-        return Store(0, 0, layout, shard, whole=shard)
+    def private(
+        self, shard: torch.Tensor | DiskSlice, layout: Layout, parts: Sequence[DiskSlice] | None = None
+    ) -> Store:
+        return Store(0, 0, layout, shard, whole=shard if isinstance(shard, torch.Tensor) else None)
 
     def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> LocalAccumulator:
         return LocalAccumulator(name, self.private(allocate(0, dtype, device), layout), device, dtype)
@@ -74,14 +77,14 @@ class LocalTransport:
 
     def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
         for store, frame in wanted:
-            frame.copy_(store.shard)
+            frame.copy_(store.values())
 
     def fetch(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> Arrival:
         self.gather(wanted)
         return Arrival.at_once()
 
     def gather_in_step(self, store: Store, frame: torch.Tensor, what: str) -> None:
-        frame.copy_(store.shard)
+        frame.copy_(store.values())
 
     def exclusive(self, store: Store) -> AbstractContextManager[None]:
         return nullcontext()

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from zeropage.errors import DivergenceError, PeerLostError, PeerTimeoutError
 from zeropage.layout import Layout
+from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store, allocate
 from zeropage.transport.base import accumulate, overtaken
 from zeropage.transport.channel import Channel, DeviceChannel, HostChannel
@@ -180,13 +181,13 @@ class RoundAccumulator:
     def release(self) -> None:
         self._rounds.drain()
         with self._lock:
-            self.store.shard = allocate(0, self._dtype, self._device)
+            self.store.slice = allocate(0, self._dtype, self._device)
             self._content = -1
 
     def _memory(self) -> torch.Tensor:
         length = self.store.layout.length(self._rounds.rank)
         if self.store.shard.numel() != length:
-            self.store.shard = allocate(length, self._dtype, self._device)
+            self.store.slice = allocate(length, self._dtype, self._device)
         return self.store.shard
 
 
@@ -219,7 +220,7 @@ class Rounds:
 
     # -- stores
 
-    def private(self, shard: torch.Tensor, layout: Layout, check: int = 0) -> Store:
+    def private(self, shard: torch.Tensor | DiskSlice, layout: Layout, check: int = 0) -> Store:
         self._inbox.start()  # from now on others may ask
         store = Store(self._made + 1, check, layout, shard)
         self._stores[store.uid] = store
@@ -252,7 +253,7 @@ class Rounds:
     def add(self, target: RoundAccumulator, gradient: torch.Tensor, scale: float, epoch: int) -> None:
         """Beside the program: `gradient` is kept as it is until it has been sent (see `drain`)."""
         if gradient.dtype not in _DTYPES:
-            gradient = gradient.to(target.store.shard.dtype)
+            gradient = gradient.to(target.store.dtype)
         gradient = gradient.contiguous()
         parcel = _Parcel(target, gradient, scale, epoch, self.reentrant)
         self._courier.deliver(parcel, gradient.numel() * gradient.element_size())
@@ -422,13 +423,13 @@ class Rounds:
     def _serve_gather(self, traffic: _Traffic, rank: int, request: _Request, frames: Sequence[_Wanted]) -> None:
         if rank != self.rank:
             for uid, _ in request.pages:
-                self._send(traffic, self._stores[uid].shard, rank)
+                self._send(traffic, self._stores[uid].values(), rank)
             return
         for store, frame in frames:
             for owner in range(self.world):
                 part = frame[slice(*store.layout.bounds(owner))]
                 if owner == self.rank:
-                    part.copy_(store.shard)
+                    part.copy_(store.values())
                 else:
                     self._receive(traffic, part, owner)
 

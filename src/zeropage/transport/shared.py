@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from zeropage.layout import Layout
+from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store
 from zeropage.memory.shared import SharedBlock, create, open_of_process
 from zeropage.transport.base import accumulate, overtaken
@@ -157,8 +158,12 @@ class SharedTransport:
         block = self._map(f"page {name} of {layout.numel} x {dtype}", layout.numel * dtype.itemsize)
         return self._store(layout, block.tensor(dtype, layout.numel), block)
 
-    def private(self, shard: torch.Tensor, layout: Layout) -> Store:
-        return self._rounds.private(shard, layout)
+    def private(
+        self, shard: torch.Tensor | DiskSlice, layout: Layout, parts: Sequence[DiskSlice] | None = None
+    ) -> Store:
+        store = self._rounds.private(shard, layout)
+        store.parts = parts
+        return store
 
     def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> SharedAccumulator:
         head = _LINE * self.world
@@ -220,10 +225,7 @@ class SharedTransport:
     def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
         self.settle()
         for store, frame in wanted:
-            if store.whole is not None:
-                frame.copy_(store.whole)
-            else:
-                self._rounds.gather([(store, frame)])
+            self._read(store, frame)
 
     def fetch(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> Arrival:
         self.gather(wanted)  # of memory that is not shared: nothing else than adapters made late
@@ -231,21 +233,28 @@ class SharedTransport:
 
     def gather_in_step(self, store: Store, frame: torch.Tensor, what: str) -> None:
         self.meet(f"read {what} inside the optimizer step")
+        self._read(store, frame)
+        self.meet(f"go on after reading {what} inside the optimizer step")
+
+    def _read(self, store: Store, frame: torch.Tensor) -> None:
         if store.whole is not None:
             frame.copy_(store.whole)
+        elif store.parts is not None:
+            store.read_parts(frame)
         else:
             self._rounds.gather([(store, frame)])
-        self.meet(f"go on after reading {what} inside the optimizer step")
 
     def exclusive(self, store: Store) -> _ByteLock:
         return self.lock(store.uid * self.world)
 
     def scatter(self, store: Store, full: torch.Tensor | None, source: int) -> None:
-        if store.whole is None:
+        if store.whole is None and store.parts is None:
             self._rounds.scatter(store, full, source)
             return
         self.open_writes(f"scatter page {store.uid} from rank {source}")
-        if full is not None:
+        if store.whole is None:
+            self._rounds.scatter(store, full, source)
+        elif full is not None:
             store.whole.copy_(full)
         self.close_writes()
 
