@@ -1,8 +1,8 @@
 """Whether messages travel while the program computes: a step over a network that is slow and costs no processor time.
 
 Two ranks on this host train over `collective`. Every message is held back by a delay per byte, as on a link of that
-bandwidth, by sleeping. If nothing overlapped, a step would take its time without delay plus all delays. The bandwidth is
-set so that the delays of a step equal its time without.
+bandwidth, by sleeping. If nothing overlapped, a step would take its time without delay plus all delays. The bandwidth
+is set so that the delays of a step equal its time without.
 
     python benchmarks/overlap.py [--layers 12] [--width 1024] [--tokens 512] [--repeats 5]
 """
