@@ -268,6 +268,5 @@ class ShardedOptimizer:
 
 
 def record_of(parameter: torch.Tensor) -> Record:
-    record = parameter.__dict__["_record"]
-    assert isinstance(record, Record)
+    record: Record = parameter.__dict__["_record"]
     return record

@@ -120,6 +120,9 @@ class Node:
 
     def drop(self, *, close: bool = False) -> None:
         """Forget every `live` from here down; `close` also cuts the links between parents and kids for good."""
+        if not self.kids and not close:  # the usual case
+            self.live = None
+            return
         waiting: list[Node] = [self]
         while waiting:
             node = waiting.pop()

@@ -376,8 +376,10 @@ class Pager:
 
     def evict(self, page: Page) -> None:
         """Drop the frame of `page`, if it has one, and every view of it."""
+        page.drop()
+        if page not in self._frames:  # over memory that all ranks share no page ever is
+            return
         with self._lock:
-            page.drop()
             frame = self._frames.pop(page, None)
             if frame is None:
                 return
