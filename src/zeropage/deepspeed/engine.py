@@ -24,6 +24,7 @@ from zeropage.deepspeed.flops import FlopsProfiler
 from zeropage.deepspeed.loaders import data_loader
 from zeropage.deepspeed.logs import log_dist, logger
 from zeropage.deepspeed.monitor import MonitorMaster
+from zeropage.deepspeed.offload_states import offload_states
 from zeropage.deepspeed.optimizer import ZeROOptimizer, optimizer_for
 from zeropage.deepspeed.parameter_offload import DeepSpeedZeRoOffload
 from zeropage.deepspeed.progress import Progress
@@ -445,23 +446,20 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
 
     # -- memory, compilation, end
 
-    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, **_: Any) -> None:
-        """Drop gathered values. Shards in host memory are where they should go; those on a GPU cannot be moved.
+    def offload_states(self, include: Any = None, device: str = "cpu", pin_memory: bool = True, **_: Any) -> None:
+        """Make room: drop gathered values. Slices in host memory are where they should go.
+
+        Args:
+            include: names of `OffloadStateTypeEnum`; default: all.
+            device: "cpu".
 
         Raises:
-            ConfigError: the shards are on a GPU, or there is no optimizer.
+            ConfigError: an unknown name or device; the shards are on a GPU, where they cannot be moved.
         """
-        if not isinstance(self.optimizer, ZeROOptimizer):
-            raise ConfigError("offload_states: there is no optimizer whose states could be moved")
-        if any(parameter.device.type != "cpu" for parameter in self.module.parameters()):
-            raise ConfigError(
-                "offload_states: shards on a GPU cannot be moved while they are in use; set offload_param and "
-                "offload_optimizer in the configuration"
-            )
-        self.empty_partition_cache()
+        offload_states(self.zeropage_engine, include, device)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing to do: `offload_states` has moved no shard."""
+        """Nothing to do: `offload_states` has moved no slice, and values are gathered when they are touched."""
 
     def empty_partition_cache(self) -> None:
         """Drop all gathered values on this rank."""

@@ -158,6 +158,9 @@ MODULES: Mapping[str, Names] = {
     "deepspeed.runtime.utils": Names(_from("runtime_utils", "move_to_device", "see_memory_usage")),
     "deepspeed.runtime.zero": Names(whole=_ZERO, out_of_scope=_NOT_IN_ZERO),
     "deepspeed.runtime.zero.config": Names(_from("runtime_utils", "ZeroStageEnum")),
+    "deepspeed.runtime.zero.offload_config": Names(
+        _from("offload_states", "OffloadDeviceEnum", "OffloadStateTypeEnum")
+    ),
     "deepspeed.runtime.zero.parameter_offload": Names(_from("parameter_offload", "DeepSpeedZeRoOffload")),
     "deepspeed.runtime.zero.partition_parameters": Names(
         {"_orig_torch_arange": "torch:arange"}, (f"{_US}.partition_parameters",)
