@@ -1,4 +1,4 @@
-"""K54: an engine gives its room away between steps, hands its weights over meanwhile, and trains on as if nothing had been."""
+"""K54: an engine gives its room away between steps, hands its weights over, and trains on as if nothing had been."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from zeropage.config import Config
-from zeropage.construct import pagers_of, space_of
+from zeropage.construct import space_of
 from zeropage.deepspeed.answers import EngineAnswers
 from zeropage.deepspeed.consolidated import consolidated_state_dict, save_consolidated
 from zeropage.deepspeed.flops import FlopsProfiler
@@ -26,6 +25,7 @@ from zeropage.deepspeed.logs import log_dist, logger
 from zeropage.deepspeed.monitor import MonitorMaster
 from zeropage.deepspeed.offload_states import offload_states
 from zeropage.deepspeed.optimizer import ZeROOptimizer, optimizer_for
+from zeropage.deepspeed.own_settings import own_settings
 from zeropage.deepspeed.parameter_offload import DeepSpeedZeRoOffload
 from zeropage.deepspeed.progress import Progress
 from zeropage.deepspeed.saving import check_no_loader, load_checkpoint, save_checkpoint
@@ -34,12 +34,6 @@ from zeropage.engine import Engine
 from zeropage.errors import ConfigError, ZeropageError
 
 __all__ = ["DeepSpeedEngine"]
-
-# Settings that each engine has of its own, and those that change numbers, which may not be passed over in silence;
-# the others say where pages are kept, which was settled when the model was sharded.
-_OF_AN_ENGINE = frozenset({
-    "precision", "cast_frozen", "loss_scale", "clip_grad_norm", "skip_nonfinite", "reduce_dtype",
-})  # fmt: skip
 
 
 class DeepSpeedEngine(EngineAnswers, nn.Module):
@@ -71,7 +65,7 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
         self.config: dict[str, Any] = settings.raw
         self._config = settings
         self._batch = [settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps]
-        self.zeropage_engine = Engine(model, optimizer, _own_settings(settings.config, model), lr_scheduler)
+        self.zeropage_engine = Engine(model, optimizer, own_settings(settings, model), lr_scheduler)
         self.basic_optimizer = optimizer
         self.optimizer: ZeROOptimizer | DeepSpeedZeRoOffload | None = None
         if optimizer is not None:
@@ -491,17 +485,6 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
                 "(Accelerate's free_memory() destroys its engine. The Trainer calls it in train(), and goes on with "
                 "the engine that an evaluate() before has made: write trainer.model_wrapped = trainer.model between.)"
             )
-
-
-def _own_settings(config: Config, model: nn.Module) -> Config:
-    """The settings for this engine; of a model that is sharded already, only those that an engine has of its own."""
-    given = {key: getattr(config, key) for key in config.model_fields_set if key != "accumulate"}
-    if config.precision in ("fp16", "bf16"):
-        # DeepSpeed casts everything. What has 16 bits already keeps its dtype here: a teacher may need the other one.
-        given.setdefault("cast_frozen", "wide")
-    if pagers_of(model):
-        given = {key: value for key, value in given.items() if key in _OF_AN_ENGINE}
-    return Config(**given)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
