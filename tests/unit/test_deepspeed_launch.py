@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import zeropage.deepspeed
-from zeropage.deepspeed.running import find_command
+from zeropage.deepspeed.running import find_command, prepare
 from zeropage.errors import ConfigError
 from zeropage.launching.hosts import first_host, parse_hostfile, select, trim
 from zeropage.launching.options import LAUNCHER_OPTIONS, parse
@@ -78,6 +78,18 @@ def test_a_command_of_this_environment_needs_no_path(tmp_path: Path, monkeypatch
     assert find_command("torchrun") == str(tmp_path / "ours/torchrun")
     assert find_command("mpirun") == str(tmp_path / "other/mpirun")
     assert find_command("no-such-thing") is None
+
+
+def test_a_folder_named_like_a_command_is_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experiments often lie in a folder `accelerate`. One with a __main__.py is a program, as for Python."""
+    for name in ("PYTHONPATH", "ZEROPAGE_AS_DEEPSPEED", "ZEROPAGE_REPLACE_DEEPSPEED"):
+        monkeypatch.setenv(name, "")  # `prepare` sets them
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "accelerate").mkdir()
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    with pytest.raises(ConfigError, match="accelerate: no such file, and no command"):
+        prepare(["accelerate", "launch"])
 
 
 @pytest.mark.slow

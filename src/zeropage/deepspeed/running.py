@@ -52,7 +52,7 @@ def prepare(arguments: Sequence[str]) -> Callable[[], None]:
             raise ConfigError(f"-m needs the name of a module; {_USAGE}")
         install()
         return partial(_run_module, arguments[1:])
-    if Path(arguments[0]).exists():
+    if _is_program(Path(arguments[0])):
         install()
         return partial(_run_script, arguments)
     if arguments[0] == "deepspeed":
@@ -66,7 +66,7 @@ def prepare(arguments: Sequence[str]) -> Callable[[], None]:
 
 
 def find_command(name: str) -> str | None:
-    """The program that `name` means. One of this interpreter's environment goes first, also if PATH lacks its folder."""
+    """The program that `name` means; one beside this interpreter goes first, whether or not PATH has its folder."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
 
 
@@ -84,6 +84,11 @@ def prepare_children(environment: MutableMapping[str, str]) -> None:
         real = PathFinder.find_spec("deepspeed")
         if real is not None and real.origin is not None:
             print(f"zeropage: `import deepspeed` means zeropage now, and not {real.origin}", file=sys.stderr)
+
+
+def _is_program(path: Path) -> bool:
+    """What `python PATH` runs. (A folder that happens to be named like a command is none.)"""
+    return path.is_file() or (path / "__main__.py").is_file()
 
 
 def _run_script(arguments: Sequence[str]) -> None:
