@@ -483,7 +483,8 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
             raise ZeropageError(
                 "this engine was destroyed and does not train any more; make another one with initialize(). "
                 "(Accelerate's free_memory() destroys its engine. The Trainer calls it in train(), and goes on with "
-                "the engine that an evaluate() before has made: write trainer.model_wrapped = trainer.model between.)"
+                "the engine of an evaluate() or train() before: make another Trainer of trainer.model, with "
+                "TrainingArguments of its own.)"
             )
 
 

@@ -100,7 +100,7 @@ MODULES: Mapping[str, Names] = {
     "deepspeed.inference": Names(out_of_scope={"InferenceEngine": _INFERENCE}),
     "deepspeed.launcher": Names(),
     "deepspeed.launcher.runner": Names(
-        {"DEEPSPEED_ENVIRONMENT_NAME": f"{_US}.launcher_names:ENVIRONMENT_FILE", "main": "zeropage.launching:main"}
+        {"DEEPSPEED_ENVIRONMENT_NAME": f"{_US}.launcher_names:ENVIRONMENT_FILE", "main": f"{_US}.launcher_names:main"}
     ),
     "deepspeed.module_inject": Names(out_of_scope={"replace_transformer_layer": _INFERENCE}),
     "deepspeed.moe": Names(),
