@@ -8,12 +8,11 @@ exist, as in a DeepSpeed of another version.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from zeropage.deepspeed.alias import Namespace, installed
 from zeropage.deepspeed.out_of_scope import stand_in
 
 __all__ = ["MODULES", "Names", "is_module", "look_up", "public_names", "resolve"]
@@ -203,8 +202,11 @@ def is_module(name: str) -> bool:
     return name in MODULES
 
 
-def look_up(module: str, name: str) -> Any:
-    """What `module.name` is: an object of zeropage, a namespace below, or a stand-in for what is out of scope.
+def look_up(module: str, name: str, namespace: Callable[[str], ModuleType]) -> Any:
+    """What `module.name` is: an object of zeropage, a module below, or a stand-in for what is out of scope.
+
+    Args:
+        namespace: gives the module of that full name.
 
     Raises:
         AttributeError: there is no such name.
@@ -219,7 +221,7 @@ def look_up(module: str, name: str) -> Any:
         if name in found.get("__all__", ()):
             return found[name]
     if f"{module}.{name}" in MODULES:
-        return _namespace(f"{module}.{name}")
+        return namespace(f"{module}.{name}")
     raise AttributeError(f"module {module!r} has no attribute {name!r} (zeropage provides what programs use of it)")
 
 
@@ -236,8 +238,3 @@ def resolve(target: str) -> Any:
     module, _, attribute = target.partition(":")
     found: ModuleType = importlib.import_module(module)
     return vars(found)[attribute] if attribute else found
-
-
-def _namespace(name: str) -> ModuleType:
-    """The module `name`: the imported one if the alias is installed, else one that hangs below `zeropage.deepspeed`."""
-    return importlib.import_module(name) if installed() else Namespace(name)

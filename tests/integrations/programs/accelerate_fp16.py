@@ -1,4 +1,4 @@
-"""`zeropage.accelerate.Accelerator` in fp16: the norm is clipped, and a step that overflows on one rank is skipped by all.
+"""`zeropage.accelerate.Accelerator` in fp16: the norm is clipped, and all ranks skip a step that overflows on one.
 
 accelerate_fp16.py FOLDER
 """
