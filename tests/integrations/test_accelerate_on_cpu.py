@@ -16,7 +16,10 @@ import zeropage
 
 ROOT = Path(zeropage.__file__).parents[1]
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on hosts without an accelerator only")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on hosts without an accelerator only"),
+]
 
 STATE = """
 import json, os, pathlib, sys
@@ -77,9 +80,9 @@ def _found(make: str, folder: Path, launcher: tuple[str, ...]) -> list[dict[str,
     ("make", "launcher"),
     [
         pytest.param(PLUGIN, RUN, id="accelerator"),
-        pytest.param(AGAIN, RUN, id="accelerator made anew", marks=pytest.mark.slow),
-        pytest.param(TRAINER, RUN, id="trainer", marks=pytest.mark.slow),
-        pytest.param(LAUNCHED, ACCELERATE, id="accelerate launch", marks=pytest.mark.slow),
+        pytest.param(AGAIN, RUN, id="accelerator made anew"),
+        pytest.param(TRAINER, RUN, id="trainer"),
+        pytest.param(LAUNCHED, ACCELERATE, id="accelerate launch"),
     ],
 )
 def test_every_rank_gets_its_own_part_of_the_data(make: str, launcher: tuple[str, ...], tmp_path: Path) -> None:

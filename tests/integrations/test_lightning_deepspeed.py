@@ -107,6 +107,8 @@ found = {precision: tried(precision) for precision in ("32-true", "bf16-mixed", 
 (FOLDER / str(RANK)).write_text(json.dumps(found))
 """
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

@@ -136,7 +136,7 @@ def _merges(plain: Any, paged: Any) -> None:
     _same_logits(plain, paged, "merged and unloaded")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way == "init" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 @pytest.mark.parametrize("method", parts.METHODS)
 def test_a_method_does_on_a_sharded_base_what_it_does_on_a_plain_one(method: str, way: str, tmp_path: Path) -> None:
     run(2, _life, method, way, "shared", tmp_path)

@@ -47,6 +47,8 @@ OFFLOADED = {
 }  # fmt: skip
 BAD = 4  # the step, counted from 0, whose loss is not finite
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:

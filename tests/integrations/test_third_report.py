@@ -38,6 +38,8 @@ CASES: dict[str, tuple[Callable[[State], State], dict[str, Any]]] = {
     "wrong prefix": (lambda state: {"wrong." + key: value for key, value in state.items()}, {}),
 }
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:

@@ -18,6 +18,8 @@ transformers = pytest.importorskip("transformers")
 from tests.integrations.launching import ds_config, launch  # noqa: E402  after the packages that they import
 from tests.integrations.programs.parts import arguments, llama, losses, tokens  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:

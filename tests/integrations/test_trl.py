@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,26 +13,27 @@ from tests.integrations.launching import ds_config, launch
 
 pytest.importorskip("trl")
 
-QUICK = ("sft-lora", "dpo-precomputed", "grpo")
-SLOW = (
-    "sft", "sft-lora-head", "dpo", "dpo-reference", "dpo-following", "dpo-lora", "dpo-lora-precomputed", "grpo-lora",
-    "grpo-ungathered", "rloo", "kto", "reward",
+TRAINERS = (
+    "sft", "sft-lora", "sft-lora-head", "dpo", "dpo-precomputed", "dpo-reference", "dpo-following", "dpo-lora",
+    "dpo-lora-precomputed", "grpo", "grpo-lora", "grpo-ungathered", "rloo", "kto", "reward",
 )  # fmt: skip
 TIMED = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "step_time"}
 """What may differ between two runs; all else that a trainer logs is compared."""
+
+pytestmark = pytest.mark.slow
 
 
 class Runs:
     """The program run plainly and on two ranks: several trainers in one process, which imports TRL once."""
 
-    def __init__(self, folder: Path, trainers: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         config = ds_config(folder / "ds.json", bf16={"enabled": "auto"}, fp16={"enabled": "auto"})
         for kind in ("plain", "ranks"):
             (folder / kind).mkdir()
         with ThreadPoolExecutor() as pool:
-            plain = pool.submit(launch, "trl_trainers.py", folder / "plain", "-", *trainers, ranks=1, launcher=())
-            ranks = pool.submit(launch, "trl_trainers.py", folder / "ranks", config, *trainers)
+            plain = pool.submit(launch, "trl_trainers.py", folder / "plain", "-", *TRAINERS, ranks=1, launcher=())
+            ranks = pool.submit(launch, "trl_trainers.py", folder / "ranks", config, *TRAINERS)
             [self.plain], self.ranks = plain.result().told, ranks.result().told
 
     def same_weights(self, expected: str, got: str) -> None:
@@ -45,21 +44,12 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Runs]:
-    return functools.cache(lambda trainers: Runs(tmp_path_factory.mktemp("trl"), trainers))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("trl"))
 
 
-@pytest.mark.parametrize(
-    ("trainer", "together"),
-    [
-        *(pytest.param(trainer, QUICK, id=trainer) for trainer in QUICK),
-        *(pytest.param(trainer, SLOW, id=trainer, marks=pytest.mark.slow) for trainer in SLOW),
-    ],
-)
-def test_a_trainer_logs_and_saves_what_a_plain_run_does(
-    trainer: str, together: tuple[str, ...], runs_of: Callable[[tuple[str, ...]], Runs]
-) -> None:
-    runs = runs_of(together)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_trainer_logs_and_saves_what_a_plain_run_does(trainer: str, runs: Runs) -> None:
     expected, got = runs.plain[trainer], runs.ranks[0][trainer]
     assert len(expected["logs"]) == 5, "four steps and the end"
     for plain, entry in zip(expected["logs"], got["logs"], strict=True):

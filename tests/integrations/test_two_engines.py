@@ -13,6 +13,8 @@ pytest.importorskip("accelerate")
 
 from tests.integrations.launching import launch, started
 
+pytestmark = pytest.mark.slow
+
 
 def _build(seed: int, wide: int) -> nn.Module:
     torch.manual_seed(seed)

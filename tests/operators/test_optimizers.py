@@ -249,7 +249,7 @@ def run_warned(transport: str) -> tuple[int, int]:
 # -- through the engine
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["shared", pytest.param("collective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", WORLDS)
 def test_optimizers_through_the_engine_equal_unsharded_ones(world: int, transport: str) -> None:
     for found in run(world, run_engines, transport):

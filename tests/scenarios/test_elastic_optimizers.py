@@ -166,6 +166,7 @@ WORLDS = [1, 2, 3]
 FEW = ["SGD nesterov", "AdamW groups", "AdamW fused", "RMSprop", "NAdam", "Adafactor", "Lion"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_optimizer_goes_on(world: int, tmp_path: Path) -> None:
     _go_on("shared", world, [(name, _half) for name in OPTIMIZERS], tmp_path)

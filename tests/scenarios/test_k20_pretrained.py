@@ -173,6 +173,7 @@ def _many_in_opposite_orders() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_thousands_in_opposite_orders() -> None:
     run(2, _many_in_opposite_orders)
 

@@ -167,6 +167,7 @@ def test_one_slurm_task_needs_no_address(bare: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_model_that_outlives_pythons_modules_ends_quietly(tmp_path: Path) -> None:
     """Trainers keep their model in cycles, which Python may find after everything else is gone."""
     script = tmp_path / "train.py"

@@ -101,6 +101,7 @@ except AttributeError as error:
     assert python(code).startswith("module 'deepspeed' has no attribute 'no_such_name'")
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported() -> None:
     imports = "\n".join(f"import {name}" for name in MODULES)
     assert python(f"import zeropage.deepspeed; zeropage.deepspeed.install()\n{imports}\nprint('all')") == "all"
@@ -112,6 +113,7 @@ def test_the_version_satisfies_what_libraries_ask() -> None:
     assert parse("0.18.2") <= parse(zeropage.deepspeed.__version__) < parse("0.20")
 
 
+@pytest.mark.slow
 def test_uninstall_leaves_nothing() -> None:
     code = """
 import importlib.metadata, importlib.util, sys
@@ -130,6 +132,7 @@ except importlib.metadata.PackageNotFoundError:
     assert python(code) == "gone"
 
 
+@pytest.mark.slow
 def test_what_is_out_of_scope_imports_and_raises_when_used() -> None:
     code = """
 import zeropage.deepspeed
@@ -150,6 +153,7 @@ for use in (MoE, Mine, deepspeed.tp_model_init, _get_sequence_parallel_group, la
     assert python(code) == " ".join(f"deepspeed.{name}" for name in names.split())
 
 
+@pytest.mark.slow
 def test_transformers_can_put_its_wrapper_in_place() -> None:
     """It replaces a name of a module for the time of `zero.Init`, and puts the old object back."""
     code = """
@@ -185,6 +189,7 @@ LOOKS = {
         ("lightning", "True"),
     ],
 )
+@pytest.mark.slow
 def test_libraries_find_it(library: str, sees: str) -> None:
     assert python(f"import zeropage.deepspeed; zeropage.deepspeed.install(); {LOOKS[library]}") == sees
 
@@ -197,12 +202,14 @@ def test_libraries_find_it(library: str, sees: str) -> None:
         ("import accelerate", "accelerate.accelerator"),
     ],
 )
+@pytest.mark.slow
 def test_a_call_that_comes_too_late_is_an_error(imports: str, named: str) -> None:
     told = python(f"import zeropage.deepspeed\n{imports}\nzeropage.deepspeed.install()")
     assert told.startswith(f"zeropage.errors.ConfigError: {named} was imported before and has concluded")
     assert "python -m zeropage.deepspeed" in told
 
 
+@pytest.mark.slow
 def test_importing_a_library_alone_is_not_too_late() -> None:
     """transformers itself looks only when its parts are used."""
     code = f"import transformers, zeropage.deepspeed; zeropage.deepspeed.install(); {LOOKS['transformers']}"
@@ -214,6 +221,7 @@ def test_importing_a_library_alone_is_not_too_late() -> None:
 SHOW = "import deepspeed, importlib.metadata as m; print(deepspeed.__version__, m.version('deepspeed'))"
 
 
+@pytest.mark.slow
 def test_one_that_is_installed_asks_for_a_choice(real_deepspeed: str) -> None:
     told = python("import zeropage.deepspeed; zeropage.deepspeed.install()", path=real_deepspeed)
     assert "DeepSpeed itself is installed (" in told and "install(replace=True)" in told
@@ -221,22 +229,26 @@ def test_one_that_is_installed_asks_for_a_choice(real_deepspeed: str) -> None:
 
 
 @pytest.mark.parametrize(("call", "variable"), [("replace=True", "0"), ("", "1")])
+@pytest.mark.slow
 def test_the_choice_is_an_argument_or_a_variable(real_deepspeed: str, call: str, variable: str) -> None:
     code = f"import zeropage.deepspeed; zeropage.deepspeed.install({call}); {SHOW}"
     seen = python(code, path=real_deepspeed, ZEROPAGE_REPLACE_DEEPSPEED=variable)
     assert seen == "0.19.8+zeropage 0.19.8+zeropage"
 
 
+@pytest.mark.slow
 def test_without_the_choice_it_stays_what_it_is(real_deepspeed: str) -> None:
     assert python(f"import zeropage.deepspeed; {SHOW}", path=real_deepspeed) == "0.1 0.1"
 
 
+@pytest.mark.slow
 def test_one_that_is_imported_already_is_never_mixed(real_deepspeed: str) -> None:
     code = "import deepspeed, zeropage.deepspeed; zeropage.deepspeed.install(replace=True)"
     told = python(code, path=real_deepspeed)
     assert "DeepSpeed itself is imported already" in told and "half of each would be neither" in told
 
 
+@pytest.mark.slow
 def test_a_folder_of_that_name_is_no_installation(tmp_path: Path) -> None:
     """Programs keep their JSON files in a folder called deepspeed."""
     (tmp_path / "deepspeed").mkdir()

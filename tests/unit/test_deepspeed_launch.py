@@ -53,6 +53,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_module", [False, True])
 def test_a_program_and_its_children_see_it(tmp_path: Path, as_module: bool) -> None:
     folder = tmp_path / "programs"
@@ -104,12 +105,14 @@ def test_the_deepspeed_command_is_our_launcher(tmp_path: Path) -> None:
         assert refused.returncode == 1 and refused.stderr.startswith("zeropage: --autotuning"), refused.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_needs_no_torch_gets_none(tmp_path: Path) -> None:
     code = "import sys; print('torch' in sys.modules, 'zeropage' in sys.modules)"
     (tmp_path / "p.py").write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])")
     assert command("-m", "zeropage.deepspeed", "p.py", cwd=tmp_path).stdout.split() == ["False", "False"]
 
 
+@pytest.mark.slow
 def test_the_programs_own_sitecustomize_runs_too(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
@@ -120,6 +123,7 @@ def test_the_programs_own_sitecustomize_runs_too(tmp_path: Path) -> None:
     assert done.stdout.split() == ["True", zeropage.deepspeed.__version__]
 
 
+@pytest.mark.slow
 def test_a_command_on_the_path_is_run(tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_text(f"#!{sys.executable}\nimport deepspeed, sys; print(deepspeed.__version__, *sys.argv[1:])\n")
@@ -131,6 +135,7 @@ def test_a_command_on_the_path_is_run(tmp_path: Path) -> None:
     assert done.stdout.split() == [zeropage.deepspeed.__version__, "a"], done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_shows_its_own_traceback(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text("from zeropage.errors import ConfigError\nraise ConfigError('mine')\n")
     done = command("-m", "zeropage.deepspeed", "p.py", cwd=tmp_path)
@@ -145,11 +150,13 @@ def test_a_program_that_fails_shows_its_own_traceback(tmp_path: Path) -> None:
         (["-m"], "zeropage: -m needs the name of a module"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_run_is_told_without_a_traceback(tmp_path: Path, arguments: list[str], told: str) -> None:
     done = command("-m", "zeropage.deepspeed", *arguments, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith(told)
 
 
+@pytest.mark.slow
 def test_a_real_deepspeed_is_replaced_with_a_word_about_it(tmp_path: Path) -> None:
     real = tmp_path / "site/deepspeed"
     real.mkdir(parents=True)
@@ -163,6 +170,7 @@ def test_a_real_deepspeed_is_replaced_with_a_word_about_it(tmp_path: Path) -> No
     assert done.returncode == 1 and "DeepSpeed itself is installed" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_report_shows_what_is_here(tmp_path: Path) -> None:
     done = command("-m", "zeropage.deepspeed.env_report", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -197,6 +205,7 @@ def test_ranks_are_started(tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_fails_the_command(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text("raise SystemExit(3)")
     done = command(*RUN, "p.py", cwd=tmp_path)
@@ -204,6 +213,7 @@ def test_a_rank_that_fails_fails_the_command(tmp_path: Path) -> None:
     assert "p.py FAILED" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_inside_srun_a_task_becomes_the_rank(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text(RANK)
     done = command(

@@ -233,7 +233,7 @@ def pack(values: dict[str, Any]) -> torch.Tensor:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            "client_state, the scheduler, the optimizer or a module's get_extra_state() holds a value that could not be loaded again; use numbers, "
-            f"strings, tensors, lists and dicts: {error}"
+            "client_state, the scheduler, the optimizer or a module's get_extra_state() holds a value that could not "
+            f"be loaded again; use numbers, strings, tensors, lists and dicts: {error}"
         ) from error
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)

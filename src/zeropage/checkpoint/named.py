@@ -28,7 +28,7 @@ def extra_states_of(module: nn.Module) -> dict[str, Any]:
 
 
 def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Hand each value to its module's `set_extra_state`. Names that are none of the model's extra states are ignored."""
+    """Hand each value to its module's `set_extra_state`. Names of other things are ignored."""
     for name in extra_states_of(module).keys() & states.keys():
         module.get_submodule(name.rpartition(".")[0]).set_extra_state(states[name])
 
