@@ -39,7 +39,7 @@ test-slow: $(STAMP) ## the slow tests
 test-deepspeed: ## what needs DeepSpeed itself, in a virtual environment of its own
 	$(MAKE) venv VENV=.venv-deepspeed
 	.venv-deepspeed/bin/python -m pip install --quiet -c constraints.txt setuptools wheel hatchling editables
-	.venv-deepspeed/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[deepspeed]'
+	.venv-deepspeed/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[fixtures]'
 	.venv-deepspeed/bin/python -m pytest -q -m slow tests/integrations/test_deepspeed_checkpoints.py
 
 lint: $(STAMP) ## format, lint, types, direction of imports

@@ -90,11 +90,12 @@ class Engine:
         self.config = self._pagers[0].config if config is None else settings
         _check_effect(self.config, self._pagers)
         self._spaces = [space_of(pager) for pager in self._pagers]
-        for space in self._spaces:
-            space.gradients.looks_for_nonfinite = self._may_skip
         self._closed = False
         self._saving: Save | None = None
         self._sharded = self._sharded_optimizer_of(optimizer)
+        if self._may_skip and self._sharded is not None:
+            for space in self._spaces:
+                space.gradients.skipping.add(self._sharded)
         self._claim()
         self.lr_scheduler = lr_scheduler
         self.global_step = 0
@@ -158,6 +159,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients (all ranks together). `step` has done so already, but for what another engine steps."""
         self._require_open()
+        self._bad_loss = False
         for record in self._records():
             record.drop_gradient()
 
@@ -213,9 +215,12 @@ class Engine:
         """What all ranks conclude from the gradients, once every rank has ended its backward."""
         for pager in self._pagers:
             pager.end_backwards(f"step {self._attempt}")
+        records = optimizer.records()
+        own = set(records)
+        bad = (record.name for space in self._spaces for record in space.gradients.nonfinite if record in own)
         mine = Findings.of(
-            optimizer.records(),
-            bad_parameter=next(filter(None, (space.gradients.first_nonfinite for space in self._spaces)), ""),
+            records,
+            bad_parameter=next(bad, ""),
             bad_loss=self._bad_loss,
             backwards=self._own_backwards + sum(space.gradients.backwards for space in self._spaces),
             save_failed=self._saving is not None and bool(self._saving.problem),

@@ -145,6 +145,7 @@ class Record:
         page, accumulator = self.gradient_page, self.accumulator
         assert page is not None and accumulator is not None
         self.pager.gradients_dropped += 1
+        self._gradients.nonfinite.pop(self, None)
         if self._seen:
             page.settle_casts()
             return self._show(accumulator, page.epoch + 1)
@@ -180,7 +181,7 @@ class Record:
         gradient = gradient.detach()
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        self._gradients.inspect(self.name, gradient)
+        self._gradients.inspect(self, gradient)
         scale = self._gradients.weight(self.name) / self.pager.transport.world
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.no_grad(), torch.inference_mode(False):
@@ -268,11 +269,12 @@ class Gradients:
         self._settled = False
         self._task = -1
         self._outermost: FrameType | None = None
-        self.looks_for_nonfinite = False  # set by an engine that skips steps
+        self.skipping: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers of engines that may skip a step
         self._outside_factor: float | None = 1.0  # the same for a backward that nobody has announced
         self._factor: float | None = 1.0  # times gradients of the present backward
         self.backwards = 0  # backward passes that brought gradients, since the engine's last step
-        self.first_nonfinite = ""  # the first parameter in this rank's backwards whose gradient was not finite
+        # whose gradient was not finite in this rank's backwards, in the order of appearance
+        self.nonfinite: weakref.WeakKeyDictionary[Record, None] = weakref.WeakKeyDictionary()
         pager.adopt = self.adopt
         pager.sums_complete = self.refresh
 
@@ -353,10 +355,10 @@ class Gradients:
             )
         return self._factor
 
-    def inspect(self, name: str, gradient: torch.Tensor) -> None:
-        """Note where a non-finite gradient of this rank appears first: sums do not tell who brought it."""
-        if self.looks_for_nonfinite and not self.first_nonfinite and not _is_finite(gradient):
-            self.first_nonfinite = name
+    def inspect(self, record: Record, gradient: torch.Tensor) -> None:
+        """Note which gradients of this rank are not finite, and in which order: sums do not tell who brought it."""
+        if self.skipping and record not in self.nonfinite and not _is_finite(gradient):
+            self.nonfinite[record] = None
 
     def end_backward(self) -> None:
         self._task = -1
@@ -370,9 +372,8 @@ class Gradients:
             page.grown()
 
     def forget_backwards(self) -> None:
-        """The engine has stepped: what was noted belongs to the past."""
+        """An engine has stepped: the backwards so far belong to the past."""
         self.backwards = 0
-        self.first_nonfinite = ""
 
     def settle(self, name: str) -> None:
         """Wait until the sums are complete."""

@@ -181,6 +181,38 @@ def test_accelerator_in_fp16(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_clipping_and_overflow_in_fp16(tmp_path: Path) -> None:
+    """The second step overflows on one rank; the others are those of a plain training that is clipped too."""
+    first, other = launch("accelerate_fp16.py", tmp_path, launcher=PLAIN_TORCHRUN).told
+    assert first == other
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 17), nn.Tanh(), nn.Linear(17, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    batches = torch.randn(24, 5, generator=torch.Generator().manual_seed(1)).split(6)
+    norms: list[float | None] = []
+    rates = []
+    for step in range(4):
+        if step == 1:
+            norms.append(None)
+        else:
+            model(batches[step]).square().mean().backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    assert first["skipped"] == [False, True, False, False]
+    assert first["scales"] == [256.0, 128.0, 128.0, 128.0]
+    assert first["rates"] == rates, "the schedule waits for the skipped step"
+    for got, wanted in zip(first["norms"], norms, strict=True):
+        assert got == (None if wanted is None else pytest.approx(wanted, rel=1e-2))
+    end = torch.load(tmp_path / "end.pt")
+    for name, value in model.named_parameters():
+        assert torch.allclose(end[name], value, atol=1e-3), f"{name}: the steps changed values by 0.02 each"
+
+
+@pytest.mark.slow
 def test_accelerator_state_on_one_rank(tmp_path: Path) -> None:
     two = launch("accelerate_native.py", tmp_path, "none", launcher=PLAIN_TORCHRUN).told[0]
     state = tmp_path / "state"

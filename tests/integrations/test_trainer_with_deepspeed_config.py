@@ -63,7 +63,8 @@ def test_accumulation_evaluation_prediction_and_saved_model(seen: dict[str, Any]
 
 def test_training_after_an_evaluation(seen: dict[str, Any], tmp_path: Path) -> None:
     """transformers goes on with an engine that it has destroyed: an error with DeepSpeed too, and here a clear one."""
-    assert "trainer.model_wrapped = trainer.model" in seen["said"]
+    assert "make another Trainer of trainer.model, with TrainingArguments of its own" in seen["said"]
+    assert seen["configured optimizer"] == [False, True], "why the arguments have to be new ones, too"
     plain = _plain(tmp_path)
     plain.train()
     assert seen["after evaluation"] == pytest.approx(losses(plain), rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -158,3 +159,65 @@ def _two_engines_one_model(transport: str) -> None:
 @everywhere
 def test_two_engines_on_one_model(transport: str, world: int) -> None:
     run(world, _two_engines_one_model, transport)
+
+
+BAD = 1  # the step at which one parameter's gradient is not finite on one rank
+
+
+def _each_skips_its_own(second_skips: bool) -> None:
+    """A gradient that is not finite concerns the engine that steps its parameter, whichever was made last."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    plain, model = plain_copy(build_mlp, 1), plain_copy(build_mlp, 1)
+    references = [torch.optim.AdamW(part, lr=1e-2) for part in _two_parts(plain)]
+    settings = [{"skip_nonfinite": True}, {"skip_nonfinite": second_skips}]
+    engines = [
+        zp.Engine(model, torch.optim.AdamW(part, lr=1e-2), config)
+        for part, config in zip(_two_parts(model), settings, strict=True)
+    ]
+    bad = next(name for name, parameter in model.named_parameters() if parameter is _two_parts(model)[0][0])
+    for step in range(3):
+        averaged_backward(plain.parameters(), lambda rank, step=step: plain(mlp_batch(step, 0, rank)).square().mean())
+        hooks = []
+        if step == BAD and rank == last:
+            hooks.append(model.get_parameter(bad).register_hook(lambda gradient: gradient * float("inf")))
+        model(mlp_batch(step, 0, rank)).square().mean().backward()
+        for hook in hooks:
+            hook.remove()
+        results = [engine.step() for engine in reversed(engines)]
+        assert results[0].applied, "its own gradients are finite"
+        assert results[1].applied is (step != BAD)
+        if step == BAD:
+            assert results[1].reason == f"the gradient of {bad!r} is not finite on rank {last}"
+            references[0].zero_grad()
+        for reference in references:
+            reference.step()
+            reference.zero_grad()
+    same_parameters(plain, model)
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("second_skips", [True, False])
+def test_each_engine_skips_for_its_own_parameters(second_skips: bool) -> None:
+    run(2, _each_skips_its_own, second_skips)
+
+
+def _forgotten(how: str) -> None:
+    """Gradients that were dropped are not held against those that came after."""
+    model = plain_copy(build_mlp)
+    engine = zp.Engine(model, torch.optim.AdamW(model.parameters()), {"skip_nonfinite": True})
+    loss = engine(mlp_batch(0, 0, dist.get_rank())).square().mean()
+    if how == "loss":
+        engine.backward(loss * float("nan"))
+    else:
+        loss.register_hook(lambda gradient: gradient * float("inf"))
+        engine.backward(loss)
+    engine.zero_grad()
+    engine.backward(engine(mlp_batch(1, 0, dist.get_rank())).square().mean())
+    assert engine.step().applied
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+def test_zero_grad_forgets_what_was_not_finite(how: str) -> None:
+    run(2, _forgotten, how)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import zeropage.deepspeed
-from zeropage.deepspeed.names import MODULES, look_up, public_names
+from zeropage.deepspeed.alias import look_up
+from zeropage.deepspeed.names import MODULES, public_names
 
 SOURCE = str(Path(zeropage.deepspeed.__file__).parents[2])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import zeropage.deepspeed
+from zeropage.deepspeed.running import find_command, prepare
 from zeropage.errors import ConfigError
 from zeropage.launching.hosts import first_host, parse_hostfile, select, trim
 from zeropage.launching.options import LAUNCHER_OPTIONS, parse
@@ -65,6 +66,43 @@ def test_a_program_and_its_children_see_it(tmp_path: Path, as_module: bool) -> N
     version = zeropage.deepspeed.__version__
     assert {found["here"], found["metadata"], found["child"], found["spawned"]} == {version}
     assert (found["argv"], found["name"], found["path"]) == (["--x", "-m"], "__main__", str(folder))
+
+
+def test_a_command_of_this_environment_needs_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes before one of the same name elsewhere, which would run another Python."""
+    for folder, name in (("ours", "torchrun"), ("other", "torchrun"), ("other", "mpirun")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text("#!/bin/sh\n")
+        (tmp_path / folder / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "ours/python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "other"))
+    assert find_command("torchrun") == str(tmp_path / "ours/torchrun")
+    assert find_command("mpirun") == str(tmp_path / "other/mpirun")
+    assert find_command("no-such-thing") is None
+
+
+def test_a_folder_named_like_a_command_is_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experiments often lie in a folder `accelerate`. One with a __main__.py is a program, as for Python."""
+    for name in ("PYTHONPATH", "ZEROPAGE_AS_DEEPSPEED", "ZEROPAGE_REPLACE_DEEPSPEED"):
+        monkeypatch.setenv(name, "")  # `prepare` sets them
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "accelerate").mkdir()
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    with pytest.raises(ConfigError, match="accelerate: no such file, and no command"):
+        prepare(["accelerate", "launch"])
+
+
+@pytest.mark.slow
+def test_the_deepspeed_command_is_our_launcher(tmp_path: Path) -> None:
+    """Also where the script of DeepSpeed's own package calls it."""
+    (tmp_path / "script_of_deepspeed").write_text("from deepspeed.launcher.runner import main\nmain()\n")
+    (tmp_path / "p.py").write_text("import deepspeed, sys; print(deepspeed.__version__, sys.argv[1:])")
+    for launcher in ("deepspeed", "script_of_deepspeed"):
+        done = command("-m", "zeropage.deepspeed", launcher, "--num_gpus", "1", "p.py", "--x", cwd=tmp_path)
+        assert done.stdout.split() == [zeropage.deepspeed.__version__, "['--local_rank=0',", "'--x']"], done.stderr
+        refused = command("-m", "zeropage.deepspeed", launcher, "--autotuning", "run", "p.py", cwd=tmp_path)
+        assert refused.returncode == 1 and refused.stderr.startswith("zeropage: --autotuning"), refused.stderr
 
 
 @pytest.mark.slow

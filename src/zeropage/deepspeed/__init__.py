@@ -10,7 +10,7 @@ import importlib.util
 from typing import Any
 
 from zeropage.deepspeed.alias import VERSION as __version__
-from zeropage.deepspeed.alias import install, installed, uninstall
+from zeropage.deepspeed.alias import install, installed, look_up, uninstall
 
 __all__ = ["__version__", "install", "installed", "uninstall"]
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")  # a file of this package comes before the table
-    return importlib.import_module(f"{__name__}.names").look_up("deepspeed", name)
+    return look_up("deepspeed", name)
 
 
 def __dir__() -> list[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["VERSION", "AliasFinder", "Namespace", "install", "installed", "uninstall"]
+__all__ = ["VERSION", "AliasFinder", "Namespace", "install", "installed", "look_up", "uninstall"]
 
 VERSION = "0.19.8+zeropage"
 """What `deepspeed.__version__` and `importlib.metadata.version("deepspeed")` say: the release whose names these are."""
@@ -74,13 +74,22 @@ def installed() -> bool:
     return any(_is_ours(finder) for finder in sys.meta_path)
 
 
+def look_up(module: str, name: str) -> Any:
+    """What the module of DeepSpeed has under this name (see names.py, which knows nothing of this file).
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    return _names().look_up(module, name, _namespace)
+
+
 class Namespace(ModuleType):
     """A module named like one of DeepSpeed, whose names are looked up in the table of names when they are asked for."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__version__", "__compatible_ops__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = _names().look_up(self.__name__, name)
+        value = look_up(self.__name__, name)
         if not isinstance(value, Namespace):
             self.__dict__[name] = value
         return value
@@ -137,6 +146,11 @@ class _AliasDistribution(Distribution):
 
     def locate_file(self, path: Any) -> Any:
         return Path(__file__).parent / path
+
+
+def _namespace(name: str) -> ModuleType:
+    """The module `name`: the imported one if the alias is installed, else one that hangs below `zeropage.deepspeed`."""
+    return importlib.import_module(name) if installed() else Namespace(name)
 
 
 def _names() -> Any:

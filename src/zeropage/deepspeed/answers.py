@@ -21,6 +21,9 @@ class EngineAnswers(ConfigGetters):
     """The answers of a `DeepSpeedEngine`; plain values of its configuration are in `ConfigGetters`."""
 
     zeropage_engine: Engine
+    config: dict[str, Any]
+    micro_steps: int  # calls of `step`
+    global_samples: int  # samples of all steps so far
     basic_optimizer: torch.optim.Optimizer | None
     _config: Settings
     _batch: list[int]  # samples of a micro-batch on one rank, micro-batches of a step

@@ -16,15 +16,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from zeropage.config import Config
-from zeropage.construct import pagers_of, space_of
+from zeropage.construct import space_of
 from zeropage.deepspeed.answers import EngineAnswers
 from zeropage.deepspeed.consolidated import consolidated_state_dict, save_consolidated
 from zeropage.deepspeed.flops import FlopsProfiler
 from zeropage.deepspeed.loaders import data_loader
 from zeropage.deepspeed.logs import log_dist, logger
 from zeropage.deepspeed.monitor import MonitorMaster
+from zeropage.deepspeed.offload_states import offload_states
 from zeropage.deepspeed.optimizer import ZeROOptimizer, optimizer_for
+from zeropage.deepspeed.own_settings import own_settings
 from zeropage.deepspeed.parameter_offload import DeepSpeedZeRoOffload
 from zeropage.deepspeed.progress import Progress
 from zeropage.deepspeed.saving import check_no_loader, load_checkpoint, save_checkpoint
@@ -33,12 +34,6 @@ from zeropage.engine import Engine
 from zeropage.errors import ConfigError, ZeropageError
 
 __all__ = ["DeepSpeedEngine"]
-
-# Settings that each engine has of its own, and those that change numbers, which may not be passed over in silence;
-# the others say where pages are kept, which was settled when the model was sharded.
-_OF_AN_ENGINE = frozenset({
-    "precision", "cast_frozen", "loss_scale", "clip_grad_norm", "skip_nonfinite", "reduce_dtype",
-})  # fmt: skip
 
 
 class DeepSpeedEngine(EngineAnswers, nn.Module):
@@ -70,7 +65,7 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
         self.config: dict[str, Any] = settings.raw
         self._config = settings
         self._batch = [settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps]
-        self.zeropage_engine = Engine(model, optimizer, _own_settings(settings.config, model), lr_scheduler)
+        self.zeropage_engine = Engine(model, optimizer, own_settings(settings, model), lr_scheduler)
         self.basic_optimizer = optimizer
         self.optimizer: ZeROOptimizer | DeepSpeedZeRoOffload | None = None
         if optimizer is not None:
@@ -445,23 +440,20 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
 
     # -- memory, compilation, end
 
-    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, **_: Any) -> None:
-        """Drop gathered values. Shards in host memory are where they should go; those on a GPU cannot be moved.
+    def offload_states(self, include: Any = None, device: str = "cpu", pin_memory: bool = True, **_: Any) -> None:
+        """Make room: drop gathered values. Slices in host memory are where they should go.
+
+        Args:
+            include: names of `OffloadStateTypeEnum`; default: all.
+            device: "cpu".
 
         Raises:
-            ConfigError: the shards are on a GPU, or there is no optimizer.
+            ConfigError: an unknown name or device; the shards are on a GPU, where they cannot be moved.
         """
-        if not isinstance(self.optimizer, ZeROOptimizer):
-            raise ConfigError("offload_states: there is no optimizer whose states could be moved")
-        if any(parameter.device.type != "cpu" for parameter in self.module.parameters()):
-            raise ConfigError(
-                "offload_states: shards on a GPU cannot be moved while they are in use; set offload_param and "
-                "offload_optimizer in the configuration"
-            )
-        self.empty_partition_cache()
+        offload_states(self.zeropage_engine, include, device)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing to do: `offload_states` has moved no shard."""
+        """Nothing to do: `offload_states` has moved no slice, and values are gathered when they are touched."""
 
     def empty_partition_cache(self) -> None:
         """Drop all gathered values on this rank."""
@@ -491,19 +483,9 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
             raise ZeropageError(
                 "this engine was destroyed and does not train any more; make another one with initialize(). "
                 "(Accelerate's free_memory() destroys its engine. The Trainer calls it in train(), and goes on with "
-                "the engine that an evaluate() before has made: write trainer.model_wrapped = trainer.model between.)"
+                "the engine of an evaluate() or train() before: make another Trainer of trainer.model, with "
+                "TrainingArguments of its own.)"
             )
-
-
-def _own_settings(config: Config, model: nn.Module) -> Config:
-    """The settings for this engine; of a model that is sharded already, only those that an engine has of its own."""
-    given = {key: getattr(config, key) for key in config.model_fields_set if key != "accumulate"}
-    if config.precision in ("fp16", "bf16"):
-        # DeepSpeed casts everything. What has 16 bits already keeps its dtype here: a teacher may need the other one.
-        given.setdefault("cast_frozen", "wide")
-    if pagers_of(model):
-        given = {key: value for key, value in given.items() if key in _OF_AN_ENGINE}
-    return Config(**given)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

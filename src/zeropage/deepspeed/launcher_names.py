@@ -1,8 +1,13 @@
-"""Constants that libraries read from DeepSpeed's launcher and runtime."""
+"""DeepSpeed's launcher, by the name that programs call it by, and constants that libraries read of it."""
 
+import importlib
 import os
+import sys
+from collections.abc import Sequence
 
-__all__ = ["DEFAULT_PORT", "ENVIRONMENT_FILE", "MIN_SWAPPABLE_BYTES"]
+from zeropage.errors import ConfigError
+
+__all__ = ["DEFAULT_PORT", "ENVIRONMENT_FILE", "MIN_SWAPPABLE_BYTES", "main"]
 
 DEFAULT_PORT = 29500
 """Where ranks meet if nothing else is said."""
@@ -12,3 +17,12 @@ ENVIRONMENT_FILE = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 MIN_SWAPPABLE_BYTES = 1024 * 1024
 """Below this, DeepSpeed does not move a tensor to disk."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """`deepspeed ARGUMENTS`: `zeropage run --deepspeed ARGUMENTS`. Default: the arguments of this process."""
+    launching = importlib.import_module("zeropage.launching")  # stands above this package
+    try:
+        launching.main(["--deepspeed", *(sys.argv[1:] if args is None else args)])
+    except ConfigError as error:
+        sys.exit(f"zeropage: {error}")

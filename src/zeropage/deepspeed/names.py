@@ -8,12 +8,11 @@ exist, as in a DeepSpeed of another version.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from zeropage.deepspeed.alias import Namespace, installed
 from zeropage.deepspeed.out_of_scope import stand_in
 
 __all__ = ["MODULES", "Names", "is_module", "look_up", "public_names", "resolve"]
@@ -100,7 +99,7 @@ MODULES: Mapping[str, Names] = {
     "deepspeed.inference": Names(out_of_scope={"InferenceEngine": _INFERENCE}),
     "deepspeed.launcher": Names(),
     "deepspeed.launcher.runner": Names(
-        {"DEEPSPEED_ENVIRONMENT_NAME": f"{_US}.launcher_names:ENVIRONMENT_FILE", "main": "zeropage.launching:main"}
+        {"DEEPSPEED_ENVIRONMENT_NAME": f"{_US}.launcher_names:ENVIRONMENT_FILE", "main": f"{_US}.launcher_names:main"}
     ),
     "deepspeed.module_inject": Names(out_of_scope={"replace_transformer_layer": _INFERENCE}),
     "deepspeed.moe": Names(),
@@ -158,6 +157,9 @@ MODULES: Mapping[str, Names] = {
     "deepspeed.runtime.utils": Names(_from("runtime_utils", "move_to_device", "see_memory_usage")),
     "deepspeed.runtime.zero": Names(whole=_ZERO, out_of_scope=_NOT_IN_ZERO),
     "deepspeed.runtime.zero.config": Names(_from("runtime_utils", "ZeroStageEnum")),
+    "deepspeed.runtime.zero.offload_config": Names(
+        _from("offload_states", "OffloadDeviceEnum", "OffloadStateTypeEnum")
+    ),
     "deepspeed.runtime.zero.parameter_offload": Names(_from("parameter_offload", "DeepSpeedZeRoOffload")),
     "deepspeed.runtime.zero.partition_parameters": Names(
         {"_orig_torch_arange": "torch:arange"}, (f"{_US}.partition_parameters",)
@@ -200,8 +202,11 @@ def is_module(name: str) -> bool:
     return name in MODULES
 
 
-def look_up(module: str, name: str) -> Any:
-    """What `module.name` is: an object of zeropage, a namespace below, or a stand-in for what is out of scope.
+def look_up(module: str, name: str, namespace: Callable[[str], ModuleType]) -> Any:
+    """What `module.name` is: an object of zeropage, a module below, or a stand-in for what is out of scope.
+
+    Args:
+        namespace: gives the module of that full name.
 
     Raises:
         AttributeError: there is no such name.
@@ -216,7 +221,7 @@ def look_up(module: str, name: str) -> Any:
         if name in found.get("__all__", ()):
             return found[name]
     if f"{module}.{name}" in MODULES:
-        return _namespace(f"{module}.{name}")
+        return namespace(f"{module}.{name}")
     raise AttributeError(f"module {module!r} has no attribute {name!r} (zeropage provides what programs use of it)")
 
 
@@ -233,8 +238,3 @@ def resolve(target: str) -> Any:
     module, _, attribute = target.partition(":")
     found: ModuleType = importlib.import_module(module)
     return vars(found)[attribute] if attribute else found
-
-
-def _namespace(name: str) -> ModuleType:
-    """The module `name`: the imported one if the alias is installed, else one that hangs below `zeropage.deepspeed`."""
-    return importlib.import_module(name) if installed() else Namespace(name)

@@ -17,9 +17,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from zeropage.deepspeed.alias import REPLACE, install
+from zeropage.deepspeed.launcher_names import main as launch
 from zeropage.errors import ConfigError
 
-__all__ = ["main", "prepare", "prepare_children"]
+__all__ = ["find_command", "main", "prepare", "prepare_children"]
 
 _SITE = Path(__file__).parent / "site"
 _USAGE = "usage: python -m zeropage.deepspeed SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS], or COMMAND [ARGUMENTS]"
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str]) -> None:
 def prepare(arguments: Sequence[str]) -> Callable[[], None]:
     """Install the alias, here and for children; what runs the script, the module (after "-m") or the command.
 
+    The command `deepspeed` is DeepSpeed's launcher, as zeropage provides it.
+
     Raises:
         ConfigError: nothing to run, or it is not there; see `install` too.
     """
@@ -49,13 +52,22 @@ def prepare(arguments: Sequence[str]) -> Callable[[], None]:
             raise ConfigError(f"-m needs the name of a module; {_USAGE}")
         install()
         return partial(_run_module, arguments[1:])
-    if Path(arguments[0]).exists():
+    if _is_program(Path(arguments[0])):
         install()
         return partial(_run_script, arguments)
-    command = shutil.which(arguments[0])
+    if arguments[0] == "deepspeed":
+        return partial(launch, arguments[1:])
+    command = find_command(arguments[0])
     if command is None:
-        raise ConfigError(f"{arguments[0]}: no such file, and no command of that name")
+        raise ConfigError(
+            f"{arguments[0]}: no such file, and no command of that name, neither beside {sys.executable} nor on PATH"
+        )
     return partial(_become, command, arguments)
+
+
+def find_command(name: str) -> str | None:
+    """The program that `name` means; one beside this interpreter goes first, whether or not PATH has its folder."""
+    return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
 
 
 def prepare_children(environment: MutableMapping[str, str]) -> None:
@@ -72,6 +84,11 @@ def prepare_children(environment: MutableMapping[str, str]) -> None:
         real = PathFinder.find_spec("deepspeed")
         if real is not None and real.origin is not None:
             print(f"zeropage: `import deepspeed` means zeropage now, and not {real.origin}", file=sys.stderr)
+
+
+def _is_program(path: Path) -> bool:
+    """What `python PATH` runs. (A folder that happens to be named like a command is none.)"""
+    return path.is_file() or (path / "__main__.py").is_file()
 
 
 def _run_script(arguments: Sequence[str]) -> None:

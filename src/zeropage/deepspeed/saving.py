@@ -16,18 +16,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zeropage.checkpoint.contents import pack
 from zeropage.checkpoint.verdict import one_verdict
+from zeropage.deepspeed.answers import EngineAnswers
 from zeropage.deepspeed.logs import logger
 from zeropage.engine import Engine
 from zeropage.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from zeropage.deepspeed.engine import DeepSpeedEngine
 
 __all__ = ["clone_tensors_for_torch_save", "load_checkpoint", "model_file", "optim_file", "save_checkpoint"]
 
@@ -58,7 +56,7 @@ class _OfRank:
 
 
 def save_checkpoint(
-    engine: DeepSpeedEngine,
+    engine: EngineAnswers,
     save_dir: Path,
     tag: str,
     client_state: Mapping[str, Any],
@@ -93,7 +91,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    engine: DeepSpeedEngine,
+    engine: EngineAnswers,
     load_dir: Path,
     tag: str | None,
     *,
@@ -199,7 +197,7 @@ def optim_file(rank: int, *, bf16: bool) -> str:
 
 
 def _write_small_files(
-    engine: DeepSpeedEngine,
+    engine: EngineAnswers,
     folder: Path,
     ours: Mapping[str, Any],
     client_state: Mapping[str, Any],

@@ -6,6 +6,14 @@ go on. It takes that loader if the configuration object, which it reaches by a w
 `is_zero3()`. Its ordinary loader honours the flag, and is right for a sharded model too: each weight that it sets is
 paged as it is set. So transformers is handed, by its own setter, a view of the configuration object, which answers no
 to that one function when the flag is given, and is the object itself in all else. Nothing is replaced in transformers.
+
+Looked at and left, since each does more, or less. The flag is in a local variable of the loader and nowhere else, so
+who asks has to be looked at; counting the questions after `zero.Init` would break with the next one that transformers
+adds. An `is_zero3` set on the configuration object itself goes along when TRL copies the arguments, and keeps the
+object alive in a cycle, while transformers relies on its end. transformers hands `zero.Init` the dict of the
+configuration and not the object, so that this is read where `set_hf_deepspeed_config` has put it. Inside the loader
+of ZeRO-3, mismatches could be left aside only for everybody, with the flag or without. If a release moves these
+names, the flag has no effect again, and rank 0 raises as it did: tests/integrations/test_third_report.py would tell.
 """
 
 from __future__ import annotations

@@ -54,8 +54,12 @@ class ZeropageStrategy(DDPStrategy):
         fp32_masters: with precision "bf16-true" or "16-true", optimizers step on fp32 values of what they train, and
             the parameters are these in 16 bits. Lightning's other strategies step the 16-bit values themselves, in
             which small updates vanish; DeepSpeed has masters.
-        process_group_backend, timeout: as for `DDPStrategy`.
-        accelerator, parallel_devices, cluster_environment, precision_plugin: set by the Trainer.
+        process_group_backend: as for `DDPStrategy`.
+        timeout: as for `DDPStrategy`.
+        accelerator: set by the Trainer, like the next three.
+        parallel_devices: set by the Trainer.
+        cluster_environment: set by the Trainer.
+        precision_plugin: set by the Trainer.
 
     Raises:
         ConfigError: a wrong setting, or one that the Trainer decides.

@@ -39,9 +39,10 @@ try:
     before.train()
 except Exception as error:
     seen["said"] = str(error)
-before.model_wrapped = before.model
-before.train()
-seen["after evaluation"] = losses(before)
+after = trainer("after", before.model)
+after.train()
+seen["after evaluation"] = losses(after)
+seen["configured optimizer"] = ["optimizer" in each.deepspeed.config for each in (before, after)]
 
 # train with accumulation, evaluate, predict, save
 one = trainer("one", gradient_accumulation_steps=4)
