@@ -221,6 +221,28 @@ def test_every_rank_gets_its_share_of_the_data() -> None:
     assert numbers != sorted(numbers)  # shuffled
 
 
+# -- the disk
+
+
+def _nvme(folder: str) -> None:
+    block = {"device": "nvme", "nvme_path": folder}
+    beside = Beside()
+    engine = engine_of(
+        beside.model, beside.make, zero_optimization={"stage": 3, "offload_param": block, "offload_optimizer": block}
+    )
+    for step in range(2):
+        beside.step([(step, 0)])
+        engine.backward(loss_of(engine, step, 0, rank()))
+        engine.step()
+    same_parameters(beside.plain, beside.model)
+    assert list(Path(folder).glob("zeropage-*")), "this rank's file is there"
+    engine.destroy()
+
+
+def test_nvme(tmp_path: Path) -> None:
+    run(2, _nvme, str(tmp_path))
+
+
 # -- clipping, precision, overflow
 
 

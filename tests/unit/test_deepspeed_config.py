@@ -25,6 +25,7 @@ BASE = {"train_micro_batch_size_per_gpu": 2}
 
 # For every honoured key a value that shows, and what it needs around it.
 ON = {"enabled": True}
+NVME = {"device": "nvme", "nvme_path": "/a"}
 SHOWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "train_batch_size": (8, {}),
     "train_micro_batch_size_per_gpu": (4, {}),
@@ -72,6 +73,8 @@ SHOWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "zero_optimization.stage": (3, {}),
     "zero_optimization.offload_param.device": ("cpu", {}),
     "zero_optimization.offload_optimizer.device": ("cpu", {}),
+    "zero_optimization.offload_param.nvme_path": ("/b", {"zero_optimization": {"offload_param": NVME}}),
+    "zero_optimization.offload_optimizer.nvme_path": ("/b", {"zero_optimization": {"offload_optimizer": NVME}}),
     "zero_optimization.cpu_offload": (True, {}),
     "zero_optimization.cpu_offload_param": (True, {}),
     "zero_optimization.stage3_max_live_parameters": (1000, {"zero_optimization": {"stage": 3}}),
@@ -356,6 +359,14 @@ def test_autocast_is_bfloat16_by_default() -> None:
     assert read_settings({**BASE, "torch_autocast": ON}, 2).autocast is torch.bfloat16
 
 
+def test_nvme_is_the_disk() -> None:
+    offload = read_settings({**BASE, "zero_optimization": {"stage": 3, "offload_optimizer": NVME}}, 2).config.offload
+    assert (offload.parameters, offload.optimizer, offload.folder) == ("none", "disk", Path("/a"))
+    both = {"stage": 3, "offload_optimizer": NVME, "offload_param": {**NVME, "nvme_path": "/other"}}
+    with pytest.raises(ConfigError, match=r"offload_optimizer.nvme_path' = '/a': .* the same one"):
+        read_settings({**BASE, "zero_optimization": both}, 2)
+
+
 @pytest.mark.parametrize("value", [math.inf, None, "absent"])
 def test_no_progress_is_told_where_steps_per_print_is_infinite_or_absent(value: Any) -> None:
     config = BASE if value == "absent" else {**BASE, "steps_per_print": value}
@@ -368,7 +379,8 @@ def test_no_progress_is_told_where_steps_per_print_is_infinite_or_absent(value: 
         ({"fp16": ON, "bf16": ON}, "both enabled"),
         ({"fp16": True}, "'fp16' must be an object"),
         ({"zero_optimization": {"stage": 4}}, "0, 1, 2 or 3, got 4"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device' = 'nvme' cannot"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.nvme_path' = None"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "'none', 'cpu' or 'nvme', got 'gpu'"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "small gradients would vanish"),
         ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "one of fp32, fp16, bf16"),
         ({"data_types": {"param_dtype": "bf16"}}, "conflicts with the fp16 and bf16 blocks, which say fp32"),

@@ -145,22 +145,24 @@ KEYS: Mapping[str, Key] = {
     # -- ZeRO
     "zero_optimization.stage": _honoured("0, 1, 2 or 3: below 3, gathered parameters are not evicted"),
     "zero_optimization.offload_param.device": _honoured(
-        "cpu, where all is there; on a GPU a warning, for it stays there; nvme is an error"
+        "cpu, where all is there; on a GPU a warning, for it stays there; nvme, for a model on CPUs"
     ),
-    "zero_optimization.offload_param.nvme_path": _silent("takes effect with nvme only, which is refused"),
+    "zero_optimization.offload_param.nvme_path": _honoured("the folder for nvme"),
     "zero_optimization.offload_param.buffer_count": _silent(_NO_BUFFERS),
     "zero_optimization.offload_param.buffer_size": _silent(_NO_BUFFERS),
-    "zero_optimization.offload_param.max_in_cpu": _silent("takes effect with nvme only, which is refused"),
+    "zero_optimization.offload_param.max_in_cpu": _silent(
+        "the system's page cache decides what of the disk stays in memory"
+    ),
     "zero_optimization.offload_param.pin_memory": _silent("it tunes transfers to a device"),
     "zero_optimization.offload_optimizer.device": _honoured(
-        "cpu, where all is there; on a GPU a warning, for it stays there; nvme is an error"
+        "cpu, where all is there; on a GPU a warning, for it stays there; nvme, for a model on CPUs"
     ),
-    "zero_optimization.offload_optimizer.nvme_path": _silent("takes effect with nvme only, which is refused"),
+    "zero_optimization.offload_optimizer.nvme_path": _honoured("the folder for nvme"),
     "zero_optimization.offload_optimizer.buffer_count": _silent(_NO_BUFFERS),
     "zero_optimization.offload_optimizer.pin_memory": _silent("it tunes transfers to a device"),
-    "zero_optimization.offload_optimizer.pipeline_read": _silent("takes effect with nvme only, which is refused"),
-    "zero_optimization.offload_optimizer.pipeline_write": _silent("takes effect with nvme only, which is refused"),
-    "zero_optimization.offload_optimizer.fast_init": _silent("takes effect with nvme only, which is refused"),
+    "zero_optimization.offload_optimizer.pipeline_read": _silent("reading and writing beside the step is always on"),
+    "zero_optimization.offload_optimizer.pipeline_write": _silent("reading and writing beside the step is always on"),
+    "zero_optimization.offload_optimizer.fast_init": _silent("reading and writing beside the step is always on"),
     "zero_optimization.offload_optimizer.ratio": _silent("all of the optimizer is offloaded"),
     "zero_optimization.offload_optimizer.super_offload": _silent("it chooses an implementation"),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _silent("it tunes super_offload"),
@@ -217,7 +219,7 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.override_module_apply": _silent("`module.apply` works on pages as it is"),
     "zero_optimization.log_trace_cache_warnings": _silent("there is no trace that could become invalid"),
     "zero_optimization.enable_sanity_checks": _silent("checks are always on"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _silent("takes effect with nvme only, which is refused"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _silent("Muon needs whole matrices, which nvme refuses"),
     "zero_optimization.leaf_module": _silent("ranks may use different experts; no module needs a mark"),
     "zero_optimization.zenflow": _refused("its delayed updates change results; remove the block", on_by_default=True),
     # -- memory and checkpoints
@@ -237,7 +239,7 @@ KEYS: Mapping[str, Key] = {
     "checkpoint.writer": _silent("the format is torch.distributed.checkpoint's"),
     "datastates_ckpt": _silent("it chooses a writer of checkpoints"),
     "nebula": _silent("it chooses a writer of checkpoints"),
-    "aio": _silent("it tunes offload to nvme, which is refused"),
+    "aio": _silent("it tunes DeepSpeed's own library for nvme"),
     "disable_python_gc": _silent("Python's collector is left alone"),
     "compile": _silent("it tunes DeepSpeed's own compiler passes; `engine.compile` is torch.compile"),
     "graph_harvesting": _silent("it tunes CUDA graphs; removed from DeepSpeed too"),

@@ -248,11 +248,7 @@ def _stage(zero: Mapping[str, Any]) -> int:
 
 def _memory_config(zero: Mapping[str, Any], stage: int, precision: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    offload = {}
-    if _offloads(zero, "offload_param", "cpu_offload_param"):
-        offload["parameters"] = "host"
-    if _offloads(zero, "offload_optimizer", "cpu_offload"):
-        offload["optimizer"] = "host"
+    offload = _offload(zero)
     if offload:
         found["offload"] = offload
     if stage < 3:
@@ -266,14 +262,30 @@ def _memory_config(zero: Mapping[str, Any], stage: int, precision: str) -> dict[
     return found
 
 
-def _offloads(zero: Mapping[str, Any], key: str, old_key: str) -> bool:
-    device = section(zero, key).get("device", "none")
-    if device not in ("none", "cpu"):
-        raise ConfigError(
-            f"config key 'zero_optimization.{key}.device' = {device!r} cannot be honoured: offload is to host memory "
-            "only. Write 'cpu' or 'none'."
-        )
-    return device == "cpu" or bool(zero.get(old_key, False))
+def _offload(zero: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for what, key, old_key in (
+        ("parameters", "offload_param", "cpu_offload_param"),
+        ("optimizer", "offload_optimizer", "cpu_offload"),
+    ):
+        block = section(zero, key)
+        device = block.get("device", "cpu" if zero.get(old_key, False) else "none")
+        if device not in ("none", "cpu", "nvme"):
+            raise ConfigError(
+                f"config key 'zero_optimization.{key}.device' must be 'none', 'cpu' or 'nvme', got {device!r}"
+            )
+        if device == "cpu":
+            found[what] = "host"
+        elif device == "nvme":
+            found[what] = "disk"
+            path = block.get("nvme_path")
+            if path is None or path != found.get("folder", path):
+                raise ConfigError(
+                    f"config key 'zero_optimization.{key}.nvme_path' = {path!r}: device 'nvme' needs a folder, and "
+                    "parameters and optimizer the same one"
+                )
+            found["folder"] = path
+    return found
 
 
 # -- precision

@@ -66,7 +66,7 @@ class Init:
 
     Raises:
         ConfigError: an option that changes what is computed and is not there (quantised weights), or that names
-            a device which shards cannot live on ("nvme").
+            the disk without a folder ("nvme").
     """
 
     def __init__(
@@ -96,7 +96,9 @@ class Init:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise ConfigError("zero.Init: quantised weights are not available; leave zero_quantized_weights out")
         if remote_device == "nvme" or param_swapper is not None:
-            raise ConfigError("zero.Init: shards cannot live on disk in this version; use remote_device='cpu'")
+            raise ConfigError(
+                "zero.Init: remote_device='nvme' names no folder; give the configuration, whose offload_param says it"
+            )
         comm.init_distributed(verbose=False)
         group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         if group is None and mpu is not None:
