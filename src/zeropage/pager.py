@@ -243,13 +243,12 @@ class Pager:
     def _framed(self, page: Page, in_step: str | None) -> _Frame:
         self._trace.touch(page.number)
         frame = self._frames.get(page)
-        if frame is not None:
+        if frame is not None and self._is_here(page, frame):
             self.counters.hits += 1
             if not frame.touched:
                 frame.touched = True
                 self._untouched -= page.nbytes
                 self.counters.readahead_used += 1
-                self._land(page, frame)
                 if in_step is None:
                     self._read_ahead(page)
             return frame
@@ -278,7 +277,7 @@ class Pager:
 
     def _read_ahead(self, *present: Page) -> None:
         """Begin to bring what is expected after `present`, unless enough is on its way or waits to be touched."""
-        if self._untouched > self._stretch // 2 or (self._flight is not None and not self._flight.here):
+        if self._untouched > self._stretch // 2 or (self._flight is not None and not self._flight.over):
             return
         room = self._stretch - self._untouched
         pages = self._ahead(present[0], room, least=0 if self._untouched else self.budget // 2)
@@ -293,15 +292,16 @@ class Pager:
             self._frames[page].arrival = self._flight
         self.counters.bytes_moved += sum(page.nbytes for page in pages)
 
-    def _land(self, page: Page, frame: _Frame) -> None:
-        """Wait for what was read ahead."""
-        arrival, frame.arrival = frame.arrival, None
-        if arrival is not None:
+    def _is_here(self, page: Page, frame: _Frame) -> bool:
+        """Wait for what was read ahead; False if that failed: who asks for it now will hear why."""
+        if frame.arrival is not None:
             try:
-                arrival.wait()
-            except BaseException:
+                frame.arrival.wait()
+            except Exception:
                 self._disown(page)
-                raise
+                return False
+            frame.arrival = None
+        return True
 
     def _frames_for(self, pages: Sequence[Page], keep: Sequence[Page]) -> list[tuple[Store, torch.Tensor]]:
         return [(page.store, self._new_frame(page, keep, touched=False).memory) for page in pages]

@@ -2,6 +2,7 @@
 
 An errand that brings something (`Arrival`) goes before those that take something away. What is taken away is
 bounded in bytes; who brings more waits. Whoever has to know that all is done (`drain`) waits until nothing is left.
+What could not be brought is told to those who wait for it; what could not be taken away, to everybody who comes.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+
+from zeropage.errors import PeerLostError
 
 __all__ = ["Arrival", "Courier"]
 
@@ -36,8 +39,13 @@ class Arrival:
         return arrival
 
     @property
-    def here(self) -> bool:
+    def over(self) -> bool:
+        """Whether there is nothing to wait for any more: it is here, or something went wrong."""
         return self._here.is_set()
+
+    @property
+    def here(self) -> bool:
+        return self.over and self._error is None
 
     def wait(self) -> None:
         """Wait until it is here; raises what went wrong."""
@@ -52,7 +60,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class _Fetch(Generic[_F]):
-    what: Sequence[_F] | None
+    what: Sequence[_F]
     arrival: Arrival
 
 
@@ -92,16 +100,18 @@ class Courier(Generic[_F, _P]):
         """Bring it; the caller waits for the arrival when it needs it."""
         arrival = Arrival()
         with self._changed:
-            self._check()
-            self._fetches.append(_Fetch(what, arrival))
-            self._wake()
+            if self._closed:
+                arrival.came(_closed())
+            else:
+                self._fetches.append(_Fetch(what, arrival))
+                self._wake()
         return arrival
 
     def deliver(self, parcel: _P, nbytes: int) -> None:
         """Take it away; it must not change until `drain`."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._waiting == 0 or self._waiting + nbytes <= self._capacity or self._failed
+                lambda: self._waiting == 0 or self._waiting + nbytes <= self._capacity or self._failed or self._closed
             )
             self._check()
             self._parcels.append((parcel, nbytes))
@@ -114,7 +124,8 @@ class Courier(Generic[_F, _P]):
             return
         with self._changed:
             self._changed.wait_for(lambda: self._failed or not (self._busy or self._fetches or self._parcels))
-            self._check()
+            if self._failed is not None:
+                raise self._failed
 
     def give_way(self) -> None:
         """For an errand that takes long: let the program go first."""
@@ -135,7 +146,7 @@ class Courier(Generic[_F, _P]):
         with self._changed:
             self._closed = True
             for fetch in self._fetches:
-                fetch.arrival.came(RuntimeError("the engine was closed"))
+                fetch.arrival.came(_closed())
             self._fetches.clear()
             self._parcels.clear()
             self._changed.notify_all()
@@ -143,6 +154,8 @@ class Courier(Generic[_F, _P]):
     def _check(self) -> None:
         if self._failed is not None:
             raise self._failed
+        if self._closed:
+            raise _closed()
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -169,15 +182,13 @@ class Courier(Generic[_F, _P]):
                 nbytes += more
             return None, parcels, nbytes
 
-    def _done(self, nbytes: int, error: Exception | None) -> None:
+    def _done(self, nbytes: int, failed: Exception | None) -> None:
         with self._changed:
             self._busy = False
             self._waiting -= nbytes
-            self._failed = self._failed or error
-            if error is not None:
-                for fetch in self._fetches:
-                    fetch.arrival.came(error)
-                self._fetches.clear()
+            if failed is not None:
+                self._failed = failed
+                self._parcels.clear()
             self._changed.notify_all()
 
 
@@ -194,28 +205,30 @@ def _run_one(courier: Courier[_F, _P]) -> bool:
         return False
     fetch, parcels, nbytes = errand
     del errand
-    error: Exception | None = None
-    try:
-        if fetch is not None:
-            bring = courier._fetch()
-            if bring is None:
-                return False
-            assert fetch.what is not None
-            bring(fetch.what)
-            del bring
-        else:
-            take = courier._deliver()
-            if take is None:
-                return False
-            take(parcels)
-            del take
-    except Exception as caught:
-        error = caught.with_traceback(None)  # its frames hold what was carried
-    if fetch is not None:
-        fetch.what = None
-        arrival = fetch.arrival
-        del fetch
-        arrival.came(error)
-    parcels.clear()
-    courier._done(nbytes, error)
+    if fetch is None:
+        courier._done(nbytes, _attempt(courier._deliver(), parcels))
+    else:
+        what, fetch.what = fetch.what, []
+        failed = _attempt(courier._fetch(), what)
+        del what
+        fetch.arrival.came(failed)
+        courier._done(0, None)
     return True
+
+
+def _attempt(method: Callable[[Any], None] | None, what: Any) -> Exception | None:
+    """Call it; what went wrong, without the frames of the calls, which hold what was carried."""
+    if method is None:
+        return _closed()
+    try:
+        method(what)
+    except Exception as error:
+        return error.with_traceback(None)
+    finally:
+        if isinstance(what, list):
+            what.clear()
+    return None
+
+
+def _closed() -> PeerLostError:
+    return PeerLostError("this process has closed the engine that served these parameters")
