@@ -1,0 +1,81 @@
+"""zeropage beside DeepSpeed stage 3, FSDP2 and DDP.
+
+    python -m benchmarks [PIECE ...] [--repeats 5] [--out benchmarks/results] [--only TEXT]
+
+Pieces: b2 (communication-bound step), b3 (compute-bound step), b9 (host overhead). Each competitor runs as processes
+of its own, one thread a rank, pinned; they alternate, and medians and quartiles are written to `results.md`, with
+everything that was seen in `*.json` beside it. DeepSpeed's extensions are built into a folder of their own before
+anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.alternate import Case, Outcome, alternate
+from benchmarks.fleet import Window
+from benchmarks.pieces import training
+from benchmarks.report import draw, machine, markdown
+
+PIECES: dict[str, Callable[[], list[Case]]] = {"b2": training.b2, "b3": training.b3, "b9": training.b9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pieces", nargs="*", default=list(PIECES), metavar="PIECE")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--competitors", default="", help="some of the competitors, by name, separated by commas")
+    parser.add_argument("--extensions", type=Path, default=None, help="where DeepSpeed keeps what it builds")
+    options = parser.parse_args()
+    unknown = sorted(set(options.pieces) - set(PIECES))
+    if unknown:
+        parser.error(f"there is no piece {', '.join(unknown)}; there are {', '.join(PIECES)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    extensions = options.extensions or options.out / "extensions"
+    extensions.mkdir(parents=True, exist_ok=True)
+    found: list[tuple[Case, list[Outcome]]] = []
+    for case in (case for piece in options.pieces for case in PIECES[piece]() if options.only in case.name):
+        chosen = _chosen(case, options.competitors)
+        with tempfile.TemporaryDirectory() as logs:
+            outcomes = alternate(chosen, options.repeats, Path(logs), extensions)
+        found.append((chosen, outcomes))
+        _write(options.out, chosen, outcomes)
+        print(markdown(chosen, outcomes), flush=True)
+    _write_all(options.out)
+
+
+def _chosen(case: Case, names: str) -> Case:
+    wanted = names.split(",") if names else [competitor.name for competitor in case.competitors]
+    return Case(**{**vars(case), "competitors": [c for c in case.competitors if c.name in wanted]})
+
+
+def _write(folder: Path, case: Case, outcomes: list[Outcome]) -> None:
+    record = {"machine": machine(), "case": asdict(case), "outcomes": [outcome.raw() for outcome in outcomes]}
+    (folder / f"{case.name.replace(' ', '-')}.json").write_text(json.dumps(record, indent=1))
+
+
+def _write_all(folder: Path) -> None:
+    """The table and the picture, over all cases that the folder has records of."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    results = [(Case(**record["case"]), [_outcome(raw) for raw in record["outcomes"]]) for record in records]
+    head = "".join(f"- {key}: {value}\n" for key, value in machine().items())
+    tables = "\n".join(markdown(case, outcomes) for case, outcomes in results)
+    (folder / "results.md").write_text(f"# Benchmarks\n\n{head}\n{tables}\n![times of a step](results.png)\n")
+    draw(results, folder / "results.png")
+
+
+def _outcome(raw: dict[str, Any]) -> Outcome:
+    windows = [Window(**window) for window in raw.pop("windows")]
+    return Outcome(**raw, windows=windows)
+
+
+if __name__ == "__main__":
+    main()
