@@ -2,7 +2,8 @@
 
     python -m benchmarks [PIECE ...] [--repeats 5] [--out benchmarks/results] [--only TEXT]
 
-Pieces: b2 (communication-bound step), b3 (compute-bound step), b9 (host overhead). Each competitor runs as processes
+Pieces: b1 (collectives), b2 (communication-bound step), b3 (compute-bound step), b5 (optimizer), b8 (loading),
+b9 (host overhead). Each competitor runs as processes
 of its own, one thread a rank, pinned; they alternate, and medians and quartiles are written to `results.md`, with
 everything that was seen in `*.json` beside it. DeepSpeed's extensions are built into a folder of their own before
 anything is timed.
@@ -19,11 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.alternate import Case, Outcome, alternate
+from benchmarks.competitors.loading import write_model
 from benchmarks.fleet import Window
-from benchmarks.pieces import training
+from benchmarks.pieces import parts, training
 from benchmarks.report import draw, machine, markdown
 
-PIECES: dict[str, Callable[[], list[Case]]] = {"b2": training.b2, "b3": training.b3, "b9": training.b9}
+PIECES: dict[str, Callable[[Path], list[Case]]] = {
+    "b1": lambda _: parts.b1(),
+    "b2": lambda _: training.b2(),
+    "b3": lambda _: training.b3(),
+    "b5": lambda _: parts.b5(),
+    "b8": parts.b8,
+    "b9": lambda _: training.b9(),
+}
 
 
 def main() -> None:
@@ -42,7 +51,10 @@ def main() -> None:
     extensions = options.extensions or options.out / "extensions"
     extensions.mkdir(parents=True, exist_ok=True)
     found: list[tuple[Case, list[Outcome]]] = []
-    for case in (case for piece in options.pieces for case in PIECES[piece]() if options.only in case.name):
+    model = options.out / "model"
+    if "b8" in options.pieces and not model.exists():
+        write_model(model)
+    for case in (case for piece in options.pieces for case in PIECES[piece](model) if options.only in case.name):
         chosen = _chosen(case, options.competitors)
         with tempfile.TemporaryDirectory() as logs:
             outcomes = alternate(chosen, options.repeats, Path(logs), extensions)

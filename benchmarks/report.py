@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +43,20 @@ def markdown(case: Case, outcomes: Sequence[Outcome]) -> str:
     lines = [
         f"### {case.name}",
         "",
-        f"| | {case.unit}, median (quartiles) | processor, all ranks | its time over {first.name}'s | through loopback |",
-        "|---|---:|---:|---:|---:|",
+        f"| | {case.unit}, median (quartiles) | over {first.name}'s | processor, all ranks | over {first.name}'s | loopback |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for outcome in outcomes:
         if outcome.problem or not outcome.windows:
-            lines.append(f"| {outcome.name} | {outcome.problem.splitlines()[-1] if outcome.problem else ''} | | | |")
+            lines.append(f"| {outcome.name} | {outcome.problem.splitlines()[-1] if outcome.problem else ''} | | | | |")
             continue
         wall = summary([seconds / case.per_unit for seconds in outcome.seconds()])
         used = summary([seconds / case.per_unit for seconds in outcome.processor()])
         moved = min(window.loopback / len(window.walls) for window in outcome.windows)
         lines.append(
-            f"| {outcome.name} | {wall.median:.4g} ({wall.low:.4g} - {wall.high:.4g}) | {used.median:.4g} | "
-            f"{_compared(outcome, first)} | {moved / 1e6:,.0f} MB |"
+            f"| {outcome.name} | {wall.median:.4g} ({wall.low:.4g} - {wall.high:.4g}) | "
+            f"{_compared(outcome, first, Outcome.seconds)} | {used.median:.4g} | "
+            f"{_compared(outcome, first, Outcome.processor)} | {moved / 1e6:,.0f} MB |"
         )
     others = [window.others for outcome in outcomes for window in outcome.windows]
     if others:
@@ -64,10 +65,11 @@ def markdown(case: Case, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _compared(outcome: Outcome, first: Outcome) -> str:
+def _compared(outcome: Outcome, first: Outcome, of: Callable[[Outcome], list[float]]) -> str:
+    """How many times what the first one took, unless that cannot be told from noise."""
     if outcome is first or first.problem or not first.windows:
         return ""
-    found, told = ratio(outcome.seconds(), first.seconds())
+    found, told = ratio(of(outcome), of(first))
     return f"{found.median:.2f} ({found.low:.2f} - {found.high:.2f})" if told else "not told apart"
 
 

@@ -23,6 +23,7 @@ class Masters:
 
     def __init__(self, slices: list[tuple[Tensor, int, int]], clip: float | None = None) -> None:
         self.clip = clip
+        self.norm = 0.0  # before clipping, of the last step
         self.slices = [(p, p.detach().view(-1)[low:high], low, high) for p, low, high in slices]
         self.values = [part if part.dtype == torch.float32 else part.float() for _, part, _, _ in self.slices]
         for value in self.values:
@@ -35,7 +36,7 @@ class Masters:
             assert parameter.grad is not None
             value.grad = parameter.grad.view(-1)[low:high].to(value.dtype)
         if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.values, self.clip)
+            self.norm = float(torch.nn.utils.clip_grad_norm_(self.values, self.clip))
         self.optimizer.step()
         for (_, part, _, _), value in zip(self.slices, self.values, strict=True):
             value.grad = None

@@ -28,7 +28,7 @@ COMPETITORS = (
 )
 
 
-def b2(models: tuple[tuple[str, int], ...] = (("210M", 64), ("124M", 128))) -> list[Case]:
+def b2(models: tuple[tuple[str, int], ...] = (("210M", 64), ("124M", 128), ("test", 64))) -> list[Case]:
     """Few tokens, so that moving parameters and gradients is most of the work."""
     return [
         Case(
