@@ -57,8 +57,9 @@ class Fleet:
         self.warm: Window  # the repetitions before the latest window
         environment = os.environ | {
             "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(extensions.absolute()), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+            "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": str(extensions.absolute()), "DS_ACCELERATOR": "cpu",
+            "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         with self.log.open("ab") as log:
             self.ranks = [

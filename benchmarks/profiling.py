@@ -1,6 +1,6 @@
 """Where one competitor's first rank spends its processor time in a case: functions, the costliest first.
 
-    python -m benchmarks.profiling PIECE [--only TEXT] [--competitor NAME] [--steps 3] [--lines 30]
+python -m benchmarks.profiling PIECE [--only TEXT] [--competitor NAME] [--steps 3] [--lines 30]
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def markdown(case: Case, outcomes: Sequence[Outcome]) -> str:
     lines = [
         f"### {case.name}",
         "",
-        f"| | {case.unit}, median (quartiles) | over {first.name}'s | processor, all ranks | over {first.name}'s | loopback |",
+        f"| | {case.unit}, median (quartiles) | over {first.name}'s | processor, all ranks "
+        f"| over {first.name}'s | loopback |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for outcome in outcomes:
@@ -61,7 +62,10 @@ def markdown(case: Case, outcomes: Sequence[Outcome]) -> str:
     others = [window.others for outcome in outcomes for window in outcome.windows]
     if others:
         repeats = max(len(outcome.windows) for outcome in outcomes)
-        lines += ["", f"{repeats} repeats; other programs took {statistics.median(others):.0%} of the machine (median)."]
+        lines += [
+            "",
+            f"{repeats} repeats; other programs took {statistics.median(others):.0%} of the machine (median).",
+        ]
     return "\n".join(lines) + "\n"
 
 

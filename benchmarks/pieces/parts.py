@@ -13,7 +13,12 @@ __all__ = ["b1", "b5", "b8"]
 
 def b1() -> list[Case]:
     """Gather and reduce one unit, 2 ranks, against what FSDP2 and DeepSpeed call."""
-    return [_moving(what, size, precision) for what in ("Gather", "Reduce") for size in (16, 128) for precision in ("fp32", "bf16")]
+    return [
+        _moving(what, size, precision)
+        for what in ("Gather", "Reduce")
+        for size in (16, 128)
+        for precision in ("fp32", "bf16")
+    ]
 
 
 def _moving(what: str, megabytes: int, precision: str) -> Case:
