@@ -39,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pieces", nargs="*", default=[*PIECES, "b4"], metavar="PIECE")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no new repeat of a case after these")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--competitors", default="", help="some of the competitors, by name, separated by commas")
@@ -57,7 +58,7 @@ def main() -> None:
     for case in (case for piece in timed for case in PIECES[piece](model) if options.only in case.name):
         chosen = _chosen(case, options.competitors)
         with tempfile.TemporaryDirectory() as logs:
-            outcomes = alternate(chosen, options.repeats, Path(logs), extensions)
+            outcomes = alternate(chosen, options.repeats, Path(logs), extensions, options.minutes)
         _write(options.out, chosen, outcomes)
         print(markdown(chosen, outcomes), flush=True)
     if "b4" in options.pieces:

@@ -57,13 +57,18 @@ class Outcome:
         return asdict(self)
 
 
-def alternate(case: Case, repeats: int, folder: Path, extensions: Path) -> list[Outcome]:
-    """Run the case. Ranks stay alive between their windows as far as memory allows; the rest start anew each time."""
+def alternate(case: Case, repeats: int, folder: Path, extensions: Path, minutes: float = float("inf")) -> list[Outcome]:
+    """Run the case; begin no new round after so many minutes.
+
+    Ranks stay alive between their windows as far as memory allows; the rest start anew each time.
+    """
     outcomes = {c.name: Outcome(c.name, c.gated) for c in case.competitors}
     alive: dict[str, Fleet] = {}
-    staying = _those_that_fit(case)
+    staying, began = _those_that_fit(case), time.monotonic()
     try:
         for _ in range(repeats):
+            if time.monotonic() - began > 60 * minutes:
+                break
             for competitor in case.competitors:
                 outcome = outcomes[competitor.name]
                 if outcome.problem:
