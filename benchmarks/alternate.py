@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.fleet import Competitor, Fleet, FleetError, Window, end_all
 
-__all__ = ["Case", "Outcome", "alternate"]
+__all__ = ["Case", "Outcome", "alternate", "gate"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def alternate(case: Case, repeats: int, folder: Path, extensions: Path, minutes:
                     print(error, file=sys.stderr)
     finally:
         end_all(list(alive.values()))
-    _gate(case, list(outcomes.values()))
+    gate(case, list(outcomes.values()))
     return list(outcomes.values())
 
 
@@ -125,26 +125,30 @@ def _keep_losses(outcome: Outcome, window: Window) -> None:
             outcome.losses[step] = [float(value) for value in values if value is not None]
 
 
-def _gate(case: Case, outcomes: list[Outcome]) -> None:
-    """A competitor whose losses are not those of the others has computed something else: its speed does not count."""
+def gate(case: Case, outcomes: list[Outcome]) -> None:
+    """A competitor whose losses are not those of the others has computed something else: its speed does not count.
+
+    Sets `problem`. What is right is what most agree on; of two that differ, neither counts.
+    """
     if case.tolerance is None:
         return
-    judged = [outcome for outcome in outcomes if outcome.gated and outcome.losses and not outcome.problem]
+    judged = [outcome for outcome in outcomes if outcome.gated and not outcome.problem]
     steps = sorted(set.intersection(*(set(outcome.losses) for outcome in judged))) if judged else []
+    if not steps and len(judged) > 1:
+        for outcome in judged:
+            outcome.problem = "not counted: no step's loss was seen of all competitors"
     for step in steps:
         for rank in range(case.world):
             values = sorted(outcome.losses[step][rank] for outcome in judged)
             middle = values[len(values) // 2]
             for outcome in judged:
-                off = abs(outcome.losses[step][rank] - middle) / abs(middle)
+                wrong = values if len(values) == 2 else [outcome.losses[step][rank]]
+                off = max(abs(value - middle) for value in wrong) / abs(middle)
                 if not off <= case.tolerance and not outcome.problem:
                     outcome.problem = (
-                        f"not counted: its loss of step {step} on rank {rank} is {outcome.losses[step][rank]!r}, the "
-                        f"others' is {middle!r} (further apart than {case.tolerance:g})"
+                        f"not counted: its loss of step {step} on rank {rank} is {outcome.losses[step][rank]!r}, that "
+                        f"of most is {middle!r} (further apart than {case.tolerance:g})"
                     )
-    if not steps and len(judged) > 1:
-        for outcome in judged:
-            outcome.problem = "not counted: no step's loss was seen of all competitors"
 
 
 def _those_that_fit(case: Case) -> set[str]:

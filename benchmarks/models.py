@@ -90,7 +90,7 @@ class TinyBlock(nn.Module):
         self.linear = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x)
+        return torch.add(x, self.linear(x), alpha=0.02)  # 200 of them must not blow rounding errors up
 
 
 class Tiny(nn.Module):
