@@ -9,8 +9,10 @@ RANKS     ?= 2
 STEPS     ?= 40
 TRANSPORT ?= auto
 OUT       ?= demo
+PIECES    ?=
+REPEATS   ?= 5
 
-.PHONY: help venv demo test test-slow test-deepspeed lint check format docs bench-touch bench-checkpoint clean
+.PHONY: help venv demo test test-slow test-deepspeed lint check format docs bench bench-touch bench-checkpoint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +59,13 @@ format: $(STAMP) ## let ruff format and mend
 docs: $(STAMP) ## build the documentation into site/
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# As for test-deepspeed: DeepSpeed needs a torch that is there, and an environment of its own.
+bench: ## zeropage beside DeepSpeed, FSDP2 and DDP (PIECES, REPEATS); results in benchmarks/results
+	$(MAKE) venv VENV=.venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install --quiet -c constraints.txt setuptools wheel hatchling editables
+	.venv-deepspeed/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[bench]'
+	.venv-deepspeed/bin/python -m benchmarks $(PIECES) --repeats $(REPEATS)
 
 bench-touch: $(STAMP) ## what touching a paged parameter costs
 	$(BIN)/python benchmarks/touch.py

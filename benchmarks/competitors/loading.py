@@ -1,0 +1,152 @@
+"""B8: from a folder of safetensors to the first step."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.competitors.base import LEARNING_RATE, Job, optimizer_settings
+
+__all__ = ["DeepSpeed", "Reading", "Zeropage", "write_model"]
+
+_TOKENS = 16
+
+
+def config() -> Any:
+    """A Llama of 0.25 G parameters: 1 GB in fp32."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=14, num_attention_heads=16,
+        num_key_value_heads=16, vocab_size=34000, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+
+
+def write_model(folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(config()).save_pretrained(folder, max_shard_size="512MB")
+
+
+class _Loading:
+    """`cold`: the files are dropped from the page cache first."""
+
+    def __init__(self, job: Job, folder: str, *, cold: bool = False, train: bool = True) -> None:
+        self.rank, self.world, self.cold, self.train = job.rank, job.world, cold, train
+        self.folder = Path(folder)
+        self.text = torch.arange(_TOKENS)[None] + 7 * self.rank
+
+    def prepare(self, index: int) -> None:
+        self.close()
+        gc.collect()
+        if self.rank == 0:
+            for path in self.folder.glob("*.safetensors"):
+                with path.open("rb", buffering=0) as file:
+                    if self.cold:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    while not self.cold and file.read(1 << 20):
+                        pass
+        dist.barrier()
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class Reading(_Loading):
+    """Rank 0 reads the bytes once; the others wait."""
+
+    def once(self, index: int) -> None:
+        if self.rank == 0:
+            buffer = bytearray(16 << 20)
+            for path in sorted(self.folder.glob("*.safetensors")):
+                with path.open("rb", buffering=0) as file:
+                    while file.readinto(buffer):
+                        pass
+        dist.barrier()
+
+
+class Zeropage(_Loading):
+    engine: Any = None
+
+    def once(self, index: int) -> float | None:
+        from transformers import LlamaForCausalLM
+
+        import zeropage as zp
+
+        with zp.init():
+            model = LlamaForCausalLM(config())
+        zp.load_safetensors(model, self.folder)
+        self.engine = zp.Engine(model, torch.optim.AdamW(model.parameters(), fused=True, **optimizer_settings()))
+        if not self.train:
+            return None
+        loss = self.engine(input_ids=self.text, labels=self.text).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+class ZeropagePretrained(Zeropage):
+    """With transformers' own `from_pretrained`, in the context."""
+
+    def once(self, index: int) -> float | None:
+        from transformers import LlamaForCausalLM
+
+        import zeropage as zp
+
+        with zp.init():
+            model = LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        self.engine = zp.Engine(model, torch.optim.AdamW(model.parameters(), fused=True, **optimizer_settings()))
+        if not self.train:
+            return None
+        loss = self.engine(input_ids=self.text, labels=self.text).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss)
+
+
+class DeepSpeed(_Loading):
+    """`zero.Init` by way of `HfDeepSpeedConfig` and `from_pretrained`."""
+
+    engine: Any = None
+
+    def once(self, index: int) -> float | None:
+        import deepspeed
+        from transformers import LlamaForCausalLM
+        from transformers.integrations import HfDeepSpeedConfig
+
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01},
+            },
+            "steps_per_print": 1 << 30,
+        }
+        self.hold = HfDeepSpeedConfig(settings)
+        model = LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+        if not self.train:
+            return None
+        loss = self.engine(input_ids=self.text, labels=self.text).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.destroy()
+            self.engine = None

@@ -1,0 +1,1 @@
+"""What is measured, one file a piece: each lists its cases."""
