@@ -109,7 +109,9 @@ class Bench:
             rate = "" if name == "compute" else f"{moved / middle / 1e9:6.2f} GB/s"
             print(f"{name:8} {middle:7.3f} s ({min(seconds):.3f} to {max(seconds):.3f}) {rate}")
         ratios = [raw / step for raw, step in zip(self.seen["raw"], self.seen["step"], strict=True)]
-        print(f"step / raw: {100 * statistics.median(ratios):.0f} % ({100 * min(ratios):.0f} to {100 * max(ratios):.0f})")
+        print(
+            f"step / raw: {100 * statistics.median(ratios):.0f} % ({100 * min(ratios):.0f} to {100 * max(ratios):.0f})"
+        )
 
 
 def _rank(rank: int, options: argparse.Namespace, meeting: str) -> None:
