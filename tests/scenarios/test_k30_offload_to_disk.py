@@ -27,6 +27,8 @@ import zeropage as zp
 from tests.harness import assert_same_training, run
 from tests.operators.test_optimizers import ELEMENTWISE
 from tests.scenarios.test_full_disk import _leave, _small_disk
+from zeropage.config import Config
+from zeropage.construct import Space
 from zeropage.errors import ConfigError, OffloadError
 
 TINY = 1  # bytes for buffers: the least that is possible is taken
@@ -139,7 +141,7 @@ def test_elementwise_optimizers_as_plain_torch(
 
 
 @transports
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("buffer_bytes", [TINY, 64 << 20], ids=["tiny", "large"])
 def test_the_same_training(world: int, transport: str, precision: str, buffer_bytes: int, tmp_path: Path) -> None:
@@ -159,6 +161,30 @@ def test_the_same_training(world: int, transport: str, precision: str, buffer_by
 
 def _batch_in_bf16(step: int, micro: int, rank: int) -> Tensor:
     return _batch(step, micro, rank).bfloat16()
+
+
+def _beside_memory(folder: Path, transport: str, precision: str) -> list[str]:
+    """Each rank has batches of its own."""
+    results = []
+    for offload in ({}, _offload(folder, BOTH)):
+        torch.manual_seed(0)
+        model = _build()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        config = {"transport": transport, "precision": precision, "clip_grad_norm": 0.1, **offload}
+        with zp.Engine(model, optimizer, config) as engine:
+            for step in range(4):
+                x = _batch(step, 0, dist.get_rank()).to(model.wide.weight.dtype)
+                engine.backward(engine(x).float().square().mean())
+                engine.step()
+            results.append(_values(model, optimizer))
+    return _differences(*results)
+
+
+@transports
+@pytest.mark.parametrize("world", [3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_as_in_memory(world: int, transport: str, precision: str, tmp_path: Path) -> None:
+    assert run(world, _beside_memory, tmp_path, transport, precision) == [[]] * world
 
 
 @transports
@@ -250,6 +276,17 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path) -> None:
     model = _build()
     with pytest.raises(ConfigError, match="Rprop may not take"):
         zp.Engine(model, optim.Rprop(model.parameters()), _offload(tmp_path, STATES))
+
+
+def test_parameters_on_a_device_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in host memory"):
+        Space(Config.of(_offload(tmp_path, BOTH)), None, on_cpu=False)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"offload\.folder .*file.* cannot be written"):
+        zp.shard(_build(), _offload(tmp_path / "file" / "folder", BOTH))
 
 
 def test_step_hooks_are_refused(tmp_path: Path) -> None:
