@@ -7,6 +7,7 @@ parameter's worth of memory.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -43,10 +44,8 @@ class Space:
     def __init__(self, config: Config, group: object, *, on_cpu: bool) -> None:
         if not on_cpu and "host" in (config.offload.parameters, config.offload.optimizer):
             _log.warning("offload to 'host' has no effect on a device yet: shards and optimizer states stay there")
-        if not on_cpu and "disk" in (config.offload.parameters, config.offload.optimizer):
-            raise ConfigError(
-                "offload to 'disk' is for parameters in host memory in this version; move the model to the CPU"
-            )
+        if "disk" in (config.offload.parameters, config.offload.optimizer):
+            _check_disk_is_possible(on_cpu=on_cpu)
         self.group = find_group(group, config.timeout_s)
         self.pager = Pager(open_transport(config, self.group, on_cpu=on_cpu), config)
         self.gradients = Gradients(self.pager)
@@ -163,6 +162,15 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
                     f"{one[3]!r} and {other[3]!r} share a part of one storage; give each a copy of its own "
                     "(p.data = p.data.clone()) before sharding."
                 )
+
+
+def _check_disk_is_possible(*, on_cpu: bool) -> None:
+    if not on_cpu:
+        raise ConfigError(
+            "offload to 'disk' is for parameters in host memory in this version; move the model to the CPU"
+        )
+    if sys.platform != "linux":
+        raise ConfigError(f"offload to 'disk' needs Linux (fallocate, O_DIRECT), this is {sys.platform}; remove it")
 
 
 def _check_room(named: list[tuple[str, nn.Parameter]], pager: Pager) -> None:

@@ -5,6 +5,7 @@ Buffers are smaller than the largest tensor in nearly all cases: the least that 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -26,6 +27,8 @@ import zeropage as zp
 from tests.harness import assert_same_training, run
 from tests.operators.test_optimizers import ELEMENTWISE
 from tests.scenarios.test_full_disk import _leave, _small_disk
+from zeropage.config import Config
+from zeropage.construct import Space
 from zeropage.errors import ConfigError, OffloadError
 
 TINY = 1  # bytes for buffers: the least that is possible is taken
@@ -138,7 +141,7 @@ def test_elementwise_optimizers_as_plain_torch(
 
 
 @transports
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("buffer_bytes", [TINY, 64 << 20], ids=["tiny", "large"])
 def test_the_same_training(world: int, transport: str, precision: str, buffer_bytes: int, tmp_path: Path) -> None:
@@ -158,6 +161,30 @@ def test_the_same_training(world: int, transport: str, precision: str, buffer_by
 
 def _batch_in_bf16(step: int, micro: int, rank: int) -> Tensor:
     return _batch(step, micro, rank).bfloat16()
+
+
+def _beside_memory(folder: Path, transport: str, precision: str) -> list[str]:
+    """Each rank has batches of its own."""
+    results = []
+    for offload in ({}, _offload(folder, BOTH)):
+        torch.manual_seed(0)
+        model = _build()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        config = {"transport": transport, "precision": precision, "clip_grad_norm": 0.1, **offload}
+        with zp.Engine(model, optimizer, config) as engine:
+            for step in range(4):
+                x = _batch(step, 0, dist.get_rank()).to(model.wide.weight.dtype)
+                engine.backward(engine(x).float().square().mean())
+                engine.step()
+            results.append(_values(model, optimizer))
+    return _differences(*results)
+
+
+@transports
+@pytest.mark.parametrize("world", [3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_as_in_memory(world: int, transport: str, precision: str, tmp_path: Path) -> None:
+    assert run(world, _beside_memory, tmp_path, transport, precision) == [[]] * world
 
 
 @transports
@@ -249,6 +276,17 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path) -> None:
     model = _build()
     with pytest.raises(ConfigError, match="Rprop may not take"):
         zp.Engine(model, optim.Rprop(model.parameters()), _offload(tmp_path, STATES))
+
+
+def test_parameters_on_a_device_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in host memory"):
+        Space(Config.of(_offload(tmp_path, BOTH)), None, on_cpu=False)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"offload\.folder .*file.* cannot be written"):
+        zp.shard(_build(), _offload(tmp_path / "file" / "folder", BOTH))
 
 
 def test_step_hooks_are_refused(tmp_path: Path) -> None:
@@ -454,3 +492,68 @@ def test_what_a_killed_program_left_is_removed(tmp_path: Path, caplog: pytest.Lo
     zp.full(model.wide.weight)
     del alive, model
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+# -- memory
+
+LAYERS, WIDTH = 24, 1024
+STATE_BYTES = (2 + 4 + 3 * 4) * LAYERS * WIDTH * WIDTH  # weights, masters, and three states of AdamW with amsgrad
+LIMIT = STATE_BYTES // 3
+_M_MMAP_THRESHOLD = -3
+
+
+class _Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(x @ layer)
+        return x
+
+
+def _train_under_a_limit(folder: str, where: dict[str, str], limit: int) -> None:
+    """Exit with 0 if the kernel gives the memory that is needed: `limit` bytes beyond what there is before."""
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 256 * 1024)  # blocks that are freed are given back
+    warm = nn.Linear(3, 3)
+    warm(torch.ones(1, 3)).sum().backward()
+    optim.AdamW(warm.parameters(), amsgrad=True).step()  # what torch loads at the first step is not the model's
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    before = 1024 * int(status["VmData"].split()[0])
+    resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))
+    offload = _offload(Path(folder) / "disk", where, 8 << 20) if where else {}
+    with torch.device("meta"):
+        model = _Deep()
+    zp.shard(model, {"resident_bytes": 0, "precision": "bf16", "reduce_dtype": "bf16", **offload})
+    with torch.no_grad():
+        for index, layer in enumerate(model.layers):
+            layer.fill_(1.0 / WIDTH).add_(1e-4 * index)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)
+    engine = zp.Engine(model, optimizer)
+    for step in range(3):
+        engine.backward(engine(torch.full((2, WIDTH), 0.1 * (step + 1)).bfloat16()).float().square().mean())
+        engine.step()
+        if where and step == 1:
+            engine.save(Path(folder) / "saved")
+            engine.load(Path(folder) / "saved")
+    sums = [float(zp.full(layer).double().sum()) for layer in model.layers]
+    (Path(folder) / f"sums-{bool(where)}").write_text(repr(sums))
+
+
+def _exit_code_of(folder: Path, where: dict[str, str], limit: int) -> int | None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_train_under_a_limit, args=(str(folder), where, limit)
+    )
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+@pytest.mark.slow
+def test_a_model_trains_whose_states_are_three_times_the_memory(tmp_path: Path) -> None:
+    assert _exit_code_of(tmp_path, {}, LIMIT) != 0
+    assert _exit_code_of(tmp_path, {}, 4 * STATE_BYTES) == 0
+    assert _exit_code_of(tmp_path, BOTH, LIMIT) == 0
+    assert (tmp_path / "sums-True").read_text() == (tmp_path / "sums-False").read_text()

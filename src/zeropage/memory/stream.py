@@ -20,8 +20,9 @@ from zeropage.memory.disk import DiskFile, DiskSlice, rounded
 
 __all__ = ["BUFFERS", "Span", "Window", "stream"]
 
-BUFFERS = 4
-"""One is read, one worked on, one written, and one lies ready."""
+BUFFERS = 8
+"""One is read, one worked on, one written; the others lie ready, so that nobody waits for who is slow just now. Many
+small ones also begin and end sooner than a few large ones: the first read and the last write are for themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
