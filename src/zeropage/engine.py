@@ -91,7 +91,16 @@ class Engine:
         self._spaces = [space_of(pager) for pager in self._pagers]
         self._closed = False
         self._saving: Save | None = None
-        self._sharded = None if optimizer is None else ShardedOptimizer(optimizer)
+        scale = self.config.loss_scale
+        self._scaler = DynamicLossScale(
+            scale=scale.initial,
+            window=scale.window,
+            hysteresis=scale.hysteresis,
+            min=scale.min,
+            dynamic=scale.dynamic,
+        )
+        scaled = self.config.precision == "fp16"
+        self._sharded = None if optimizer is None else ShardedOptimizer(optimizer, self._scaler if scaled else None)
         if self._may_skip and self._sharded is not None:
             for space in self._spaces:
                 space.gradients.skipping.add(self._sharded)
@@ -105,14 +114,6 @@ class Engine:
         self._bad_loss = False
         self._own_backwards = 0
         self._bad_in_a_row = 0
-        scale = self.config.loss_scale
-        self._scaler = DynamicLossScale(
-            scale=scale.initial,
-            window=scale.window,
-            hysteresis=scale.hysteresis,
-            min=scale.min,
-            dynamic=scale.dynamic,
-        )
         self._convert_parameters()
 
     # -- forward and backward
@@ -128,7 +129,12 @@ class Engine:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of `loss / accumulate`, scaled in fp16. Gradients are averaged over ranks as they appear.
 
-        `loss.backward()` is as good, fp16 and accumulation aside.
+        `loss.backward()` is as good, fp16 and accumulation aside. Several engines may take gradients of one backward
+        if they scale alike.
+
+        Raises:
+            GradientError: another engine steps a parameter that gets a gradient, and has another loss scale. (Not
+                seen where that one is not in fp16, and its model was sharded by itself.)
         """
         self._require_open()
         if self._may_skip and not bool(torch.isfinite(loss.detach()).all()):
@@ -136,7 +142,7 @@ class Engine:
         self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
         for space in self._spaces:
-            space.gradients.expect(1.0)
+            space.gradients.expect(1.0, loss_scale=self.loss_scale)
         scaled = loss if factor == 1.0 else loss * factor
         for pager in self._pagers:
             pager.transport.begin_backward(reentrant=False)  # also where no parameter gets a gradient
