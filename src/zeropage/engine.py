@@ -92,6 +92,14 @@ class Engine:
         self._spaces = [space_of(pager) for pager in self._pagers]
         self._closed = False
         self._saving: Save | None = None
+        scale = self.config.loss_scale
+        self._scaler = DynamicLossScale(
+            scale=scale.initial,
+            window=scale.window,
+            hysteresis=scale.hysteresis,
+            min=scale.min,
+            dynamic=scale.dynamic,
+        )
         self._sharded = self._sharded_optimizer_of(optimizer)
         if self._may_skip and self._sharded is not None:
             for space in self._spaces:
@@ -106,14 +114,6 @@ class Engine:
         self._bad_loss = False
         self._own_backwards = 0
         self._bad_in_a_row = 0
-        scale = self.config.loss_scale
-        self._scaler = DynamicLossScale(
-            scale=scale.initial,
-            window=scale.window,
-            hysteresis=scale.hysteresis,
-            min=scale.min,
-            dynamic=scale.dynamic,
-        )
         self._convert_parameters()
 
     # -- forward and backward
@@ -129,7 +129,12 @@ class Engine:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of `loss / accumulate`, scaled in fp16. Gradients are averaged over ranks as they appear.
 
-        `loss.backward()` is as good, fp16 and accumulation aside.
+        `loss.backward()` is as good, fp16 and accumulation aside. Several engines may take gradients of one backward
+        if they scale alike.
+
+        Raises:
+            GradientError: another engine steps a parameter that gets a gradient, and has another loss scale. (Not
+                seen where that one is not in fp16, and its model was sharded by itself.)
         """
         self._require_open()
         if self._may_skip and not bool(torch.isfinite(loss.detach()).all()):
@@ -137,7 +142,7 @@ class Engine:
         self._own_backwards += 1
         factor = self.loss_scale / self.config.accumulate
         for space in self._spaces:
-            space.gradients.expect(1.0)
+            space.gradients.expect(1.0, loss_scale=self.loss_scale)
         scaled = loss if factor == 1.0 else loss * factor
         for pager in self._pagers:
             pager.transport.begin_backward(reentrant=False)  # also where no parameter gets a gradient
@@ -521,10 +526,11 @@ class Engine:
     def _sharded_optimizer_of(self, optimizer: torch.optim.Optimizer | None) -> ShardedOptimizer | None:
         if optimizer is None:
             return None
+        scaler = self._scaler if self.config.precision == "fp16" else None
         for pager in self._pagers:
             if pager.config.offload.optimizer == "disk":
-                return OffloadedOptimizer(optimizer, pager)
-        return ShardedOptimizer(optimizer)
+                return OffloadedOptimizer(optimizer, pager, scaler)
+        return ShardedOptimizer(optimizer, scaler)
 
     def _convert_parameters(self) -> None:
         """Cast trainable parameters to the engine's precision; what they were exactly stays as the master."""

@@ -182,7 +182,7 @@ class Record:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         self._gradients.inspect(self, gradient)
-        scale = self._gradients.weight(self.name) / self.pager.transport.world
+        scale = self._gradients.weight(self) / self.pager.transport.world
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.no_grad(), torch.inference_mode(False):
                 accumulator.add(self.page.flat(plain(gradient)), scale, page.epoch)
@@ -272,6 +272,7 @@ class Gradients:
         self.skipping: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers of engines that may skip a step
         self._outside_factor: float | None = 1.0  # the same for a backward that nobody has announced
         self._factor: float | None = 1.0  # times gradients of the present backward
+        self._loss_scale = 1.0  # what its loss was scaled by, as far as an engine has said
         self.backwards = 0  # backward passes that brought gradients, since the engine's last step
         # whose gradient was not finite in this rank's backwards, in the order of appearance
         self.nonfinite: weakref.WeakKeyDictionary[Record, None] = weakref.WeakKeyDictionary()
@@ -335,23 +336,34 @@ class Gradients:
         if task != -1 and not nested:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def expect(self, factor: float) -> None:
-        """A backward begins whose gradients are to be multiplied by `factor`."""
+    def expect(self, factor: float, *, loss_scale: float) -> None:
+        """A backward begins of a loss times `loss_scale`; its gradients are to be multiplied by `factor`."""
         _, outermost = _backwards_on_stack()
         if self._outermost is not None and self._outermost is not outermost:
             self.end_backward()  # the last one ended in an exception
-        self._factor = factor
+        self._factor, self._loss_scale = factor, loss_scale
 
     def weigh_others(self, factor: float | None) -> None:
         """Multiply gradients of backwards that nobody has announced by `factor`; None refuses them."""
         self._outside_factor = self._factor = factor
 
-    def weight(self, name: str) -> float:
-        """What a gradient of the present backward is multiplied by."""
+    def weight(self, record: Record) -> float:
+        """What a gradient of the present backward is multiplied by.
+
+        Raises:
+            GradientError: the loss was not scaled as the engine that steps the parameter takes it to be.
+        """
         if self._factor is None:
             raise GradientError(
-                f"a gradient of {name!r} came from a loss that was not scaled, as fp16 needs it: write "
+                f"a gradient of {record.name!r} came from a loss that was not scaled, as fp16 needs it: write "
                 "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        stepped_by = None if record.stepped_by is None else record.stepped_by()
+        if stepped_by is not None and stepped_by.loss_scale != self._loss_scale:
+            raise GradientError(
+                f"a gradient of {record.name!r} came from a loss scaled by {self._loss_scale:g}, and the engine "
+                f"that steps it takes gradients scaled by {stepped_by.loss_scale:g}. Call backward() of that engine; "
+                "for one loss of several engines train in bf16, or give all of them one fixed loss scale."
             )
         return self._factor
 
@@ -363,7 +375,7 @@ class Gradients:
     def end_backward(self) -> None:
         self._task = -1
         self._outermost = None
-        self._factor = self._outside_factor
+        self._factor, self._loss_scale = self._outside_factor, 1.0
         self.pager.transport.end_backward()
 
     def refresh(self) -> None:

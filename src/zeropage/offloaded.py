@@ -22,6 +22,7 @@ from torch import optim
 
 from zeropage.errors import ConfigError, OffloadError
 from zeropage.gradients import Record
+from zeropage.loss_scale import DynamicLossScale
 from zeropage.memory.disk import BLOCK, DiskSlice, rounded
 from zeropage.memory.stream import BUFFERS, Span, Window, stream
 from zeropage.optim import NARROW, Master, ShardedOptimizer, is_elementwise, record_of
@@ -60,13 +61,13 @@ class OffloadedOptimizer(ShardedOptimizer):
         ConfigError: the optimizer needs whole tensors.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, pager: Pager) -> None:
+    def __init__(self, optimizer: optim.Optimizer, pager: Pager, scaler: DynamicLossScale | None = None) -> None:
         if not is_elementwise(optimizer):
             raise ConfigError(
                 f"offload.optimizer='disk' steps parameters in pieces, which {type(optimizer).__name__} may not take: "
                 "it is none of torch's elementwise optimizers. Use one of those, or offload.optimizer='none'."
             )
-        super().__init__(optimizer)
+        super().__init__(optimizer, scaler)
         self._pager = pager
         self._reserved: dict[tuple[PagedTensor, str], DiskSlice] = {}  # of states that the next step will make
         self._damage = ""

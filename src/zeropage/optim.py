@@ -19,6 +19,7 @@ from torch import nn, optim
 
 from zeropage.errors import ConfigError
 from zeropage.gradients import Record
+from zeropage.loss_scale import DynamicLossScale
 from zeropage.memory.disk import DiskSlice
 from zeropage.page import Page
 from zeropage.steps import over_slice, page_state, shard_state
@@ -97,13 +98,23 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
 
 
 class ShardedOptimizer:
-    """Steps `optimizer`, whose parameters are paged (see `check_optimizer`), on this rank's slices."""
+    """Steps `optimizer`, whose parameters are paged (see `check_optimizer`), on this rank's slices.
 
-    def __init__(self, optimizer: optim.Optimizer) -> None:
+    Args:
+        scaler: what the gradients that it steps with are scaled by; None: nothing.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, scaler: DynamicLossScale | None = None) -> None:
         self.optimizer = optimizer
+        self._scaler = scaler
         self.masters: dict[Record, Master] = {}
         self._elementwise = is_elementwise(optimizer)
         page_state(optimizer)
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients of its parameters have to be scaled by at this moment."""
+        return 1.0 if self._scaler is None else self._scaler.scale
 
     def parameters(self) -> list[PagedTensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

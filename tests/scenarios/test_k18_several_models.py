@@ -12,6 +12,7 @@ import zeropage as zp
 from tests.harness import run
 from tests.harness.models import build_lm, build_mlp, build_tied_lm, lm_batch, mlp_batch
 from tests.scenarios.beside import averaged_backward, everywhere, plain_copy, same_parameters
+from zeropage.errors import GradientError
 
 STEPS = 4
 
@@ -221,3 +222,53 @@ def _forgotten(how: str) -> None:
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 def test_zero_grad_forgets_what_was_not_finite(how: str) -> None:
     run(2, _forgotten, how)
+
+
+def _scaled(dynamic: bool) -> str:
+    """One loss for two engines in fp16: right with one fixed scale, an error with scales that differ."""
+    plain, model = plain_copy(build_mlp), plain_copy(build_mlp)
+    before = [parameter.detach().clone() for parameter in plain.parameters()]
+    plain.half()
+    fixed: dict[str, object] = {"dynamic": False, "initial": 64.0}
+    scales = [{"initial": 64.0}, {"initial": 4.0}] if dynamic else [fixed, fixed]
+    engines = [
+        zp.Engine(model, torch.optim.SGD(part, lr=1.0), {"precision": "fp16", "loss_scale": scale})
+        for part, scale in zip(_two_parts(model), scales, strict=True)
+    ]
+    batch = mlp_batch(0, 0, 0).half()
+    (plain(batch).float().square().mean() * 64.0).backward()
+    try:
+        engines[0].backward(model(batch).float().square().mean())
+        assert all(engine.step().applied for engine in engines)
+    except GradientError as error:
+        return str(error)
+    for value, parameter, got in zip(before, plain.parameters(), model.parameters(), strict=True):
+        assert parameter.grad is not None
+        wanted = value - parameter.grad.float() / 64.0
+        assert torch.allclose(zp.full(got).float(), wanted, atol=2e-3), "to the rounding of fp16"
+        assert not torch.allclose(value, wanted, atol=1e-2), "or nothing is shown"
+    return ""
+
+
+def test_one_loss_for_two_engines_in_fp16() -> None:
+    assert run(1, _scaled, False) == [""]
+    (told,) = run(1, _scaled, True)
+    assert "scaled by 64" in told and "scaled by 4" in told
+
+
+def _unscaled() -> str:
+    model = plain_copy(build_mlp)
+    engine = zp.Engine(model, torch.optim.SGD(model.parameters(), lr=1.0), {"precision": "fp16"})
+    try:
+        model(mlp_batch(0, 0, 0).half()).float().square().mean().backward()
+    except GradientError as error:
+        engine.zero_grad()
+        engine.backward(model(mlp_batch(0, 0, 0).half()).float().square().mean() * 1e-3)
+        assert engine.step().applied, "an engine goes on after the error"
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_was_not_scaled_is_an_error_in_fp16() -> None:
+    (told,) = run(1, _unscaled)
+    assert "scaled by 1," in told and "scaled by 65536" in told

@@ -143,7 +143,7 @@ class DeepSpeedEngine(EngineAnswers, nn.Module):
 
     def _mark_scaled(self, gradient: torch.Tensor) -> None:
         for gradients in self._gradients:
-            gradients.expect(1.0 / self.gradient_accumulation_steps())
+            gradients.expect(1.0 / self.gradient_accumulation_steps(), loss_scale=self.zeropage_engine.loss_scale)
 
     def _weigh_direct_backwards(self) -> None:
         """What gradients of `loss.backward()` count: a share of the accumulation; in fp16 the loss must be scaled."""
