@@ -109,7 +109,7 @@ def _joined(own: Tensor, page: Any) -> Tensor:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "scheduled" in name else name for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "stage2-" in name else name for name in CASES]
 )
 def test_what_was_held_is_held_again_and_training_goes_on(name: str, world: int, tmp_path: Path) -> None:
     case, expected = CASES[name], load_file(FOLDER / name / "expected.safetensors")

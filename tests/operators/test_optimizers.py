@@ -23,6 +23,7 @@ from tests.harness import run
 
 TRANSPORTS = ("shared", "collective")
 WORLDS = (2, 3)
+MOSTLY = ("shared", pytest.param("collective", marks=pytest.mark.slow))  # for what does not depend on it
 STEPS = 4
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -189,7 +190,7 @@ def differences(plain: nn.Module, paged: nn.Module) -> list[str]:
 # -- every optimizer in a plain loop
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", MOSTLY)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("names", [list(ELEMENTWISE), list(WHOLE)], ids=["elementwise", "whole"])
 def test_optimizers_equal_unsharded_ones(world: int, transport: str, names: list[str]) -> None:
@@ -249,7 +250,7 @@ def run_warned(transport: str) -> tuple[int, int]:
 # -- through the engine
 
 
-@pytest.mark.parametrize("transport", ["shared", pytest.param("collective", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", MOSTLY)
 @pytest.mark.parametrize("world", WORLDS)
 def test_optimizers_through_the_engine_equal_unsharded_ones(world: int, transport: str) -> None:
     for found in run(world, run_engines, transport):
@@ -349,7 +350,7 @@ def run_scaler(transport: str) -> list[Any]:
     return wrong
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", MOSTLY)
 @pytest.mark.parametrize("world", WORLDS)
 def test_state_dicts(world: int, transport: str) -> None:
     for found in run(world, run_state_dicts, transport):

@@ -240,7 +240,7 @@ def _swap(p: Tensor, q: Tensor) -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["shared", pytest.param("collective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", WORLDS)
 def test_writes_equal_plain_ones(world: int, transport: str, table: str) -> None:
     for differences in run(world, run_table, table, transport):

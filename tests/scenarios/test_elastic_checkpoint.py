@@ -74,8 +74,15 @@ def _uninterrupted(legs: int, precision: str | None) -> tuple[list[float], dict[
     return losses, {name: zp.full(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("transport", ["shared", "collective"])
+@pytest.mark.parametrize(
+    ("transport", "precision"),
+    [
+        ("shared", None),
+        ("collective", "bf16"),
+        pytest.param("shared", "bf16", marks=pytest.mark.slow),
+        pytest.param("collective", None, marks=pytest.mark.slow),
+    ],
+)
 def test_two_then_three_then_one_then_two(transport: str, precision: str | None, tmp_path: Path) -> None:
     worlds = [2, 3, 1, 2]
     losses: list[float] = []

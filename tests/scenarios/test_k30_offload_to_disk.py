@@ -132,7 +132,14 @@ def _with_optimizers(folder: Path, transport: str, where: dict[str, str], names:
 
 @transports
 @pytest.mark.parametrize("names", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
-@pytest.mark.parametrize("where", [STATES, BOTH, WEIGHTS], ids=["states", "both", "weights"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(BOTH, id="both"),
+        pytest.param(STATES, id="states", marks=pytest.mark.slow),
+        pytest.param(WEIGHTS, id="weights", marks=pytest.mark.slow),
+    ],
+)
 def test_elementwise_optimizers_as_plain_torch(
     where: dict[str, str], names: list[str], transport: str, tmp_path: Path
 ) -> None:
@@ -140,18 +147,15 @@ def test_elementwise_optimizers_as_plain_torch(
         assert wrong == {}
 
 
-@transports
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("transport", "world"), [("local", 1), ("shared", 2), ("collective", 2)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("buffer_bytes", [TINY, 64 << 20], ids=["tiny", "large"])
 def test_the_same_training(world: int, transport: str, precision: str, buffer_bytes: int, tmp_path: Path) -> None:
-    if world == 1 and transport == "collective":
-        pytest.skip("one rank has one transport")
     assert_same_training(
         _build,
         _batch_in_bf16 if precision == "bf16" else _batch,
         world=world,
-        transport="local" if world == 1 else transport,
+        transport=transport,
         accumulate=2,
         config={"precision": precision, **_offload(tmp_path, BOTH, buffer_bytes)},
         scheduler=partial(optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
@@ -475,6 +479,7 @@ def _killed(folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_what_a_killed_program_left_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "mine.txt").write_text("not zeropage's")
     alive = zp.shard(_build(), _offload(tmp_path, WEIGHTS))

@@ -190,6 +190,7 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_ranks_are_started(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text(RANK)
     arguments = (*RUN, "--ranks", "2", "--deepspeed", "p.py", str(tmp_path), "--ranks", "7", "-m")

@@ -225,6 +225,7 @@ def test_a_group_that_failed_to_start_spoils_no_later_case():
     assert run(2, fail_on, 5) == ["fine", "fine"]
 
 
+@pytest.mark.slow
 def test_cases_that_end_at_once_do_not_disturb_each_other():
     for _ in range(40):
         assert len(set(run(4, process_id))) == 4
