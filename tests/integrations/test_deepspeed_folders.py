@@ -276,6 +276,7 @@ def _save_tied(folder: str) -> dict[str, torch.Tensor]:
     return exact
 
 
+@pytest.mark.slow
 def test_zero_to_fp32(tmp_path: Path) -> None:
     """As module and as the script in the folder; with what Lightning reads beside."""
     exact, _ = run(2, _save_tied, str(tmp_path / "saved"))

@@ -114,6 +114,7 @@ def _resumed_with_callbacks(strategy: str, folder: Path) -> list[tuple[Any, ...]
     ]
 
 
+@pytest.mark.slow
 def test_callbacks_go_on_as_under_ddp_and_find_the_best_again(tmp_path: Path) -> None:
     everywhere = [run(2, _resumed_with_callbacks, strategy, tmp_path / strategy) for strategy in ("ddp", "zeropage")]
     for expected, got in zip(*everywhere, strict=True):

@@ -172,6 +172,7 @@ def test_every_optimizer_goes_on(world: int, tmp_path: Path) -> None:
     _go_on("shared", world, [(name, _half) for name in OPTIMIZERS], tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_optimizers_go_on_over_messages(world: int, tmp_path: Path) -> None:
     _go_on("collective", world, [(name, _half) for name in FEW], tmp_path)

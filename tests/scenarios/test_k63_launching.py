@@ -73,6 +73,7 @@ def _launch(command: list[str], folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
+@pytest.mark.slow
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     (found,) = _launch([sys.executable], tmp_path)
     print(f"import torch {found['torch_s']:.2f} s, then import zeropage {found['zeropage_s']:.2f} s")
