@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import queue
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,14 @@ def test_host_memory_is_where_everything_is_on_cpus() -> None:
     """Offload asks for what is so already."""
     offload = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     assert run(1, _told, {}, {"zero_optimization": offload}) == [""]
+
+
+@pytest.mark.parametrize("key", ["offload_param", "offload_optimizer"])
+def test_the_disk_that_comes_too_late(key: str, tmp_path: Path) -> None:
+    offload = {"stage": 3, key: {"device": "nvme", "nvme_path": str(tmp_path)}}
+    (told,) = run(1, _told, {}, {"zero_optimization": offload})
+    assert f"'zero_optimization.{key}' has no effect" in told
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("key", ["offload_param", "offload_optimizer"])

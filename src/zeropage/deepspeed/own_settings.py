@@ -75,10 +75,10 @@ def without_effect(settings: Settings, fixed: Config, *, on_device: bool) -> Ite
         yield f"config key 'zero_optimization.stage' = {settings.stage} has no effect on memory: {told}; values {does}"
     elif "resident_bytes" in wanted.model_fields_set and wanted.resident_bytes != fixed.resident_bytes:
         yield f"config key 'zero_optimization.stage3_max_live_parameters' has no effect: {told}"
-    if on_device:  # without one, host memory is where everything is
-        for key, place in (("offload_param", "parameters"), ("offload_optimizer", "optimizer")):
-            if getattr(wanted.offload, place) != getattr(fixed.offload, place):
-                yield f"config key 'zero_optimization.{key}' has no effect: {told}"
+    for key, place in (("offload_param", "parameters"), ("offload_optimizer", "optimizer")):
+        asked, given = getattr(wanted.offload, place), getattr(fixed.offload, place)
+        if asked != given and (on_device or "disk" in (asked, given)):  # else host memory is where everything is
+            yield f"config key 'zero_optimization.{key}' has no effect: {told}"
 
 
 def _is_on_device(pager: Pager) -> bool:
