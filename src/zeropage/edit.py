@@ -14,6 +14,7 @@ from torch import nn
 
 from zeropage.errors import ConfigError
 from zeropage.memory.host import allocate
+from zeropage.memory.raw import bytes_of
 from zeropage.page import Edits, Page
 from zeropage.pager import Pager
 from zeropage.tensor import PagedTensor
@@ -164,7 +165,7 @@ class gather(Edits):
             if page in self._spill:
                 assert self._file is not None
                 self._file.seek(self._spill[page])
-                self._file.readinto(_bytes_of(memory))  # type: ignore[attr-defined]
+                self._file.readinto(bytes_of(memory.cpu()))  # type: ignore[attr-defined]
             elif values:
                 with page.pager.transport.exclusive(page.store):
                     page.fill(memory, None)
@@ -195,7 +196,7 @@ class gather(Edits):
         if page not in self._spill:
             self._spill[page] = self._file.seek(0, 2)
         self._file.seek(self._spill[page])
-        self._file.write(_bytes_of(memory))
+        self._file.write(bytes_of(memory.cpu()))
 
     def _publish(self, pager: Pager, pages: list[Page]) -> None:
         transport = pager.transport
@@ -215,10 +216,6 @@ class gather(Edits):
                 with torch.no_grad():
                     transport.scatter(page.store, memory, self._writer)
             page.changed()
-
-
-def _bytes_of(memory: torch.Tensor) -> memoryview:
-    return memory.cpu().view(torch.uint8).numpy().data if memory.numel() else memoryview(b"")
 
 
 def _pages_of(params: object) -> Iterator[Page]:

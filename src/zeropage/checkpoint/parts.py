@@ -11,12 +11,12 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from zeropage.errors import CheckpointError
 from zeropage.layout import Box
+from zeropage.memory.raw import bytes_of
 from zeropage.page import Page
 
 __all__ = ["PIECE", "Part", "own_parts", "read_part", "runs", "split", "whole_part", "write_part"]
@@ -95,7 +95,7 @@ def read_part(file: int, dtype: torch.dtype, start: int, part: Part) -> None:
         values = piece.values
         here = values.dtype is dtype and values.device.type == "cpu" and values.is_contiguous()
         buffer = values if here else torch.empty(piece.box.size, dtype=dtype)
-        room, place = _bytes_of(buffer), 0
+        room, place = bytes_of(buffer), 0
         for first, numel in runs(piece.shape, piece.box):
             _read(file, room[place : place + numel * size], start + first * size)
             place += numel * size
@@ -117,17 +117,10 @@ def write_part(file: int, dtype: torch.dtype, start: int, part: Part) -> None:
         narrowed = buffer.dtype is torch.float16 and values.dtype is not torch.float16
         if narrowed and not torch.equal(buffer.isinf(), values.cpu().isinf()):
             raise CheckpointError(f"values up to {float(values.abs().max()):g} are beyond float16; use bf16")
-        data, place = _bytes_of(buffer), 0
+        data, place = bytes_of(buffer), 0
         for first, numel in runs(piece.shape, piece.box):
             _write(file, data[place : place + numel * size], start + first * size)
             place += numel * size
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor (one of a single element may have any strides)."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _read(file: int, room: memoryview, offset: int) -> None:

@@ -22,11 +22,11 @@ import shutil
 import socket
 import weakref
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zeropage.errors import OffloadError
+from zeropage.memory.raw import bytes_of
 
 __all__ = ["BLOCK", "Disk", "DiskFile", "DiskSlice", "rounded"]
 
@@ -151,12 +151,12 @@ class DiskSlice:
     def read(self, into: torch.Tensor) -> None:
         """Fill `into` (1-D, contiguous, on the host) with the values."""
         if self.numel:
-            self.file.read(_bytes_of(into), self.offset)
+            self.file.read(bytes_of(into), self.offset)
 
     def write(self, values: torch.Tensor) -> None:
         """Take `values` (1-D, `numel` elements of any dtype)."""
         if self.numel:
-            self.file.write(_bytes_of(values.detach().to("cpu", self.dtype).contiguous()), self.offset)
+            self.file.write(bytes_of(values.detach().to("cpu", self.dtype).contiguous()), self.offset)
 
 
 class _Mapping(mmap.mmap):
@@ -296,9 +296,3 @@ def _close(descriptors: list[int]) -> None:
 
 def _give_back(free: dict[int, list[int]], nbytes: int, offset: int) -> None:
     free.setdefault(nbytes, []).append(offset)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor (1-D)."""
-    array: Any = tensor.detach().view(torch.uint8).numpy()
-    return memoryview(array)

@@ -18,7 +18,7 @@ import torch
 
 from zeropage.errors import PeerLostError
 
-__all__ = ["Arrival", "Courier"]
+__all__ = ["Arrival", "Courier", "closed"]
 
 _F = TypeVar("_F")
 _P = TypeVar("_P")
@@ -101,7 +101,7 @@ class Courier(Generic[_F, _P]):
         arrival = Arrival()
         with self._changed:
             if self._closed:
-                arrival.came(_closed())
+                arrival.came(closed())
             else:
                 self._fetches.append(_Fetch(what, arrival))
                 self._wake()
@@ -146,7 +146,7 @@ class Courier(Generic[_F, _P]):
         with self._changed:
             self._closed = True
             for fetch in self._fetches:
-                fetch.arrival.came(_closed())
+                fetch.arrival.came(closed())
             self._fetches.clear()
             self._parcels.clear()
             self._changed.notify_all()
@@ -155,7 +155,7 @@ class Courier(Generic[_F, _P]):
         if self._failed is not None:
             raise self._failed
         if self._closed:
-            raise _closed()
+            raise closed()
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -219,7 +219,7 @@ def _run_one(courier: Courier[_F, _P]) -> bool:
 def _attempt(method: Callable[[Any], None] | None, what: Any) -> Exception | None:
     """Call it; what went wrong, without the frames of the calls, which hold what was carried."""
     if method is None:
-        return _closed()
+        return closed()
     try:
         method(what)
     except Exception as error:
@@ -230,5 +230,6 @@ def _attempt(method: Callable[[Any], None] | None, what: Any) -> Exception | Non
     return None
 
 
-def _closed() -> PeerLostError:
+def closed() -> PeerLostError:
+    """What is said to who still wants something of an engine that was closed."""
     return PeerLostError("this process has closed the engine that served these parameters")

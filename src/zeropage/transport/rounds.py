@@ -33,7 +33,7 @@ from zeropage.memory.host import Store, allocate
 from zeropage.transport.base import accumulate, overtaken
 from zeropage.transport.channel import Channel, DeviceChannel, HostChannel
 from zeropage.transport.control import describe_divergence
-from zeropage.transport.courier import Arrival, Courier
+from zeropage.transport.courier import Arrival, Courier, closed
 from zeropage.transport.group import Group
 from zeropage.transport.inbox import HEADER, Inbox, Lost
 
@@ -459,7 +459,7 @@ class Rounds:
 
     def _exchange(self, mine: _Request) -> list[_Request]:
         if self._host is None:
-            raise self._closed()
+            raise closed()
         self._inbox.start()
         data = pickle.dumps(tuple(getattr(mine, name) for name in mine.__slots__))
         try:
@@ -512,7 +512,7 @@ class Rounds:
     def _begin(self, what: Literal["send", "receive"], data: torch.Tensor, peer: int) -> dist.Work:
         channel = self._host if data.device.type == "cpu" else self._device
         if channel is None:
-            raise self._closed()
+            raise closed()
         try:
             with torch.inference_mode(False):
                 return channel.send(data, peer) if what == "send" else channel.receive(data, peer)
@@ -540,9 +540,6 @@ class Rounds:
             f"rank {peer} is gone (seen by rank {self.rank}): it died, or let go of its model while others still "
             "read it. End the program on all ranks together, with engine.close() or torch.distributed.barrier()."
         )
-
-    def _closed(self) -> PeerLostError:
-        return PeerLostError("this process has closed the engine that served these parameters")
 
 
 def _leave(courier: Courier[_Wanted, _Parcel], inbox: Inbox) -> None:

@@ -228,7 +228,7 @@ class SharedTransport:
             self._read(store, frame)
 
     def fetch(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> Arrival:
-        self.gather(wanted)  # of memory that is not shared: nothing else than adapters made late
+        self.gather(wanted)
         return Arrival.at_once()
 
     def gather_in_step(self, store: Store, frame: torch.Tensor, what: str) -> None:
