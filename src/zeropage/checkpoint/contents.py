@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from zeropage.checkpoint.named import extra_states_of, first_names, tensors_of
+from zeropage.checkpoint.named import extra_states_of, first_names, is_extra_state, tensors_of
 from zeropage.checkpoint.parts import Part, whole_part
 from zeropage.checkpoint.reading import SliceReader
 from zeropage.checkpoint.verdict import told
@@ -70,9 +70,8 @@ class Stateful(Protocol):
 
 def model_tensors(engine: Training) -> dict[str, torch.Tensor]:
     """All tensors of the module that have elements, by name; extra states are kept apart."""
-    extra = extra_states_of(engine.module)
     named = tensors_of(engine.module)
-    return {name: value.detach() for name, value in named.items() if value.numel() and name not in extra}
+    return {name: value.detach() for name, value in named.items() if value.numel() and not is_extra_state(name)}
 
 
 def _about_names(engine: Training) -> dict[str, Any]:

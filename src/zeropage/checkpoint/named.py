@@ -12,7 +12,15 @@ from zeropage.page import Page
 from zeropage.tensor import PagedTensor
 from zeropage.watch import storage_key
 
-__all__ = ["extra_states_of", "first_names", "identity_of", "set_extra_states", "tensors_of", "whole_page"]
+__all__ = [
+    "extra_states_of",
+    "first_names",
+    "identity_of",
+    "is_extra_state",
+    "set_extra_states",
+    "tensors_of",
+    "whole_page",
+]
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -23,8 +31,12 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def extra_states_of(module: nn.Module) -> dict[str, Any]:
     """What the modules' `get_extra_state` gives, of whatever type, by the names of `state_dict`."""
-    key = "_extra_state"  # the last part of its name, says nn.Module
-    return {n: value for n, value in module.state_dict(keep_vars=True).items() if n.rpartition(".")[2] == key}
+    return {name: value for name, value in module.state_dict(keep_vars=True).items() if is_extra_state(name)}
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether `state_dict` calls what `get_extra_state` gives so."""
+    return name.rpartition(".")[2] == "_extra_state"  # nn.Module's own word
 
 
 def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
