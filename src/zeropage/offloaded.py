@@ -69,7 +69,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             )
         super().__init__(optimizer, scaler)
         self._pager = pager
-        self._reserved: dict[tuple[PagedTensor, str], DiskSlice] = {}  # of states that the next step will make
+        self._reserved: dict[PagedTensor, dict[str, DiskSlice]] = {}  # for states that the next step will make
         self._damage = ""
 
     # -- what lies where
@@ -121,9 +121,10 @@ class OffloadedOptimizer(ShardedOptimizer):
                 continue
             if (index, dtype) not in probed:
                 probed[index, dtype] = self._states_to_be(index, dtype)
+            reserved = self._reserved.setdefault(parameter, {})
             for key, kind in probed[index, dtype].items():
-                if (parameter, key) not in self._reserved:
-                    self._reserved[parameter, key] = self._pager.place(f"{page.name}.{key}", page.layout, kind)
+                if key not in reserved:
+                    reserved[key] = self._pager.place(f"{page.name}.{key}", page.layout, kind)
 
     def _stepped(self) -> list[tuple[int, PagedTensor]]:
         """The parameters that have a gradient, with the number of their group."""
@@ -271,7 +272,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         assert kept is None or isinstance(kept, DiskSlice)
         known = self.optimizer.state.get(parameter) or {}
         states = {key: found for key, value in known.items() if (found := _slice_of(value)) is not None}
-        fresh = {key: place for (owner, key), place in self._reserved.items() if owner is parameter}
+        fresh = self._reserved.get(parameter, {})
         slices = [each for each in (weights, kept, *states.values(), *fresh.values()) if each is not None]
         length, chunk = _length(page), 0
         if sum(rounded(each.nbytes) for each in slices) > limit:
@@ -318,15 +319,20 @@ class OffloadedOptimizer(ShardedOptimizer):
 
     def _values(self, part: _Part, window: Window, buffer: memoryview) -> torch.Tensor:
         """What the optimizer steps: part of the master, or of the parameter itself, with its gradient."""
-        record = record_of(part.parameter)
-        own = record.page.own()[part.low : part.high] if part.weights is None else window.values(buffer, part.weights)
+        own = self._weights(part, window, buffer)
         tensor = own.detach()
         if part.master is not None:
             tensor = window.values(buffer, part.master)
             if not part.master.reads:
                 tensor.copy_(own)
-        tensor.grad = record.own_gradient()[part.low : part.high].to(tensor.dtype)
+        tensor.grad = record_of(part.parameter).own_gradient()[part.low : part.high].to(tensor.dtype)
         return tensor
+
+    def _weights(self, part: _Part, window: Window, buffer: memoryview) -> torch.Tensor:
+        """The part of the parameter itself, in memory or in the buffer."""
+        if part.weights is not None:
+            return window.values(buffer, part.weights)
+        return record_of(part.parameter).page.own()[part.low : part.high]
 
     def _take_back(
         self, part: _Part, tensor: torch.Tensor, state: dict[str, Any], window: Window, buffer: memoryview
@@ -334,10 +340,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         """After the step: put what it made in the buffer; the last part gives what belongs to the whole parameter."""
         record = record_of(part.parameter)
         if part.master is not None:
-            own = (
-                record.page.own()[part.low : part.high] if part.weights is None else window.values(buffer, part.weights)
-            )
-            own.copy_(tensor)
+            self._weights(part, window, buffer).copy_(tensor)
         for key, value in state.items():
             if key in part.states:
                 place = window.values(buffer, part.states[key])
@@ -351,7 +354,7 @@ class OffloadedOptimizer(ShardedOptimizer):
                 if key not in part.states:
                     outer[key] = value
                 elif key not in outer:
-                    made = self._reserved.pop((part.parameter, key))
+                    made = self._reserved[part.parameter].pop(key)
                     outer[key] = over_slice(made, record.page, f"{record.name}.{key}")
 
 
