@@ -243,14 +243,17 @@ def test_edits_and_reads(transport: str, tmp_path: Path) -> None:
     assert run(2, _edits, tmp_path, transport) == [[], []]
 
 
+def _twins() -> tuple[nn.Module, optim.AdamW, nn.Module, optim.AdamW]:
+    """Two models of the same values, each with its optimizer: one to stay plain, one to shard."""
+    torch.manual_seed(0)
+    plain, model = _build(), _build()
+    model.load_state_dict(plain.state_dict())
+    return plain, optim.AdamW(plain.parameters(), lr=1e-2), model, optim.AdamW(model.parameters(), lr=1e-2)
+
+
 def _states_assigned(folder: Path, transport: str) -> list[str]:
     """`load_state_dict` brings states into memory; the next step takes them to the disk."""
-    torch.manual_seed(0)
-    plain = _build()
-    reference = optim.AdamW(plain.parameters(), lr=1e-2)
-    model = _build()
-    model.load_state_dict(plain.state_dict())
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    plain, reference, model, optimizer = _twins()
     _loss(plain, 0).backward()
     reference.step()
     model.load_state_dict(plain.state_dict())
@@ -387,12 +390,7 @@ def _no_writes_beyond(nbytes: int) -> Iterator[None]:
 
 
 def _fails_midway(transport: str, folder: Path, where: dict[str, str]) -> list[str]:
-    torch.manual_seed(0)
-    plain = _build()
-    reference = optim.AdamW(plain.parameters(), lr=1e-2)
-    model = _build()
-    model.load_state_dict(plain.state_dict())
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    plain, reference, model, optimizer = _twins()
     engine = zp.Engine(model, optimizer, {"transport": transport, **_offload(folder / "run", where)})
     for step in range(2):
         reference.zero_grad()
