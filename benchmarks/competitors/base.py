@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from benchmarks import models
 
-__all__ = ["LEARNING_RATE", "SEED", "Job", "Work", "optimizer_settings"]
+__all__ = ["SEED", "EngineTraining", "Job", "Training", "Work", "optimizer_settings"]
 
 SEED = 17
-LEARNING_RATE = 1e-4
 
 
 def optimizer_settings() -> dict[str, Any]:
-    return {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    return {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,36 @@ class Job:
             models.tokens(self.model, self.tokens, step * self.accumulate + i, self.rank)
             for i in range(self.accumulate)
         ]
+
+
+class Training:
+    """What training runs have in common."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def prepare(self, index: int) -> None:
+        self.batches = self.job.batches(index)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class EngineTraining(Training):
+    """The loop of those whose engine counts micro-batches by itself."""
+
+    engine: Any
+
+    def once(self, index: int) -> float:
+        total = 0.0
+        for batch in self.batches:
+            loss = self.engine(batch)
+            total += loss.item()
+            self.engine.backward(loss)
+            self.engine.step()
+        return total / len(self.batches)
 
 
 class Work(Protocol):

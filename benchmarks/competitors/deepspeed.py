@@ -6,25 +6,27 @@ from typing import Any
 
 import deepspeed
 
-from benchmarks.competitors.base import LEARNING_RATE, Job
+from benchmarks.competitors.base import EngineTraining, Job, optimizer_settings
 
-__all__ = ["Training"]
+__all__ = ["Training", "settings_of"]
 
 
-class Training:
+def settings_of(**more: Any) -> dict[str, Any]:
+    """A configuration of stage 3 with the optimizer that all competitors have."""
+    optimizer = optimizer_settings()
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+        "optimizer": {"type": "AdamW", "params": {**optimizer, "betas": list(optimizer["betas"])}},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 30,
+    } | more
+
+
+class Training(EngineTraining):
     def __init__(self, job: Job) -> None:
-        self.job = job
-        settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": job.accumulate,
-            "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01},
-            },
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 1 << 30,
-        }
+        super().__init__(job)
+        settings = settings_of(gradient_accumulation_steps=job.accumulate)
         if job.precision == "bf16":
             settings["bf16"] = {"enabled": True}
         if job.clip is not None:
@@ -32,19 +34,5 @@ class Training:
         model = job.build()
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
-    def prepare(self, index: int) -> None:
-        self.batches = self.job.batches(index)
-
-    def once(self, index: int) -> float:
-        total = 0.0
-        for batch in self.batches:
-            loss = self.engine(batch)
-            total += loss.item()
-            self.engine.backward(loss)
-            self.engine.step()
-        return total / len(self.batches)
-
     def facts(self) -> dict[str, Any]:
         return {"optimizer": type(self.engine.optimizer.optimizer).__name__}
-
-    def close(self) -> None: ...

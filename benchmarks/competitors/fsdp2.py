@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmarks.competitors import base
 from benchmarks.competitors.base import Job, optimizer_settings
 
 __all__ = ["Training"]
 
 
-class Training:
+class Training(base.Training):
     def __init__(self, job: Job) -> None:
-        self.job = job
+        super().__init__(job)
         self.model = job.build()
         mesh = init_device_mesh("cpu", (job.world,))
         policy = MixedPrecisionPolicy()
@@ -25,9 +24,6 @@ class Training:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **optimizer_settings())
-
-    def prepare(self, index: int) -> None:
-        self.batches = self.job.batches(index)
 
     def once(self, index: int) -> float:
         total = 0.0
@@ -40,8 +36,3 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total / len(self.batches)
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None: ...

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.competitors.base import LEARNING_RATE, Job, optimizer_settings
+from benchmarks.competitors.base import Job, optimizer_settings
 
 __all__ = ["DeepSpeed", "Reading", "Zeropage", "write_model"]
 
@@ -37,6 +37,8 @@ def write_model(folder: Path) -> None:
 class _Loading:
     """`cold`: the files are dropped from the page cache first."""
 
+    engine: Any = None
+
     def __init__(self, job: Job, folder: str, *, cold: bool = False, train: bool = True) -> None:
         self.rank, self.world, self.cold, self.train = job.rank, job.world, cold, train
         self.folder = Path(folder)
@@ -57,6 +59,15 @@ class _Loading:
     def facts(self) -> dict[str, Any]:
         return {}
 
+    def first_step(self) -> float | None:
+        """The loss of it, if a step belongs to what is timed."""
+        if not self.train:
+            return None
+        loss = self.engine(input_ids=self.text, labels=self.text).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss)
+
     def close(self) -> None: ...
 
 
@@ -74,9 +85,7 @@ class Reading(_Loading):
 
 
 class Zeropage(_Loading):
-    engine: Any = None
-
-    def once(self, index: int) -> float | None:
+    def model(self) -> torch.nn.Module:
         from transformers import LlamaForCausalLM
 
         import zeropage as zp
@@ -84,13 +93,14 @@ class Zeropage(_Loading):
         with zp.init():
             model = LlamaForCausalLM(config())
         zp.load_safetensors(model, self.folder)
+        return model
+
+    def once(self, index: int) -> float | None:
+        import zeropage as zp
+
+        model = self.model()
         self.engine = zp.Engine(model, torch.optim.AdamW(model.parameters(), fused=True, **optimizer_settings()))
-        if not self.train:
-            return None
-        loss = self.engine(input_ids=self.text, labels=self.text).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        return float(loss)
+        return self.first_step()
 
     def close(self) -> None:
         if self.engine is not None:
@@ -101,50 +111,30 @@ class Zeropage(_Loading):
 class ZeropagePretrained(Zeropage):
     """With transformers' own `from_pretrained`, in the context."""
 
-    def once(self, index: int) -> float | None:
+    def model(self) -> torch.nn.Module:
         from transformers import LlamaForCausalLM
 
         import zeropage as zp
 
         with zp.init():
-            model = LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
-        self.engine = zp.Engine(model, torch.optim.AdamW(model.parameters(), fused=True, **optimizer_settings()))
-        if not self.train:
-            return None
-        loss = self.engine(input_ids=self.text, labels=self.text).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        return float(loss)
+            return LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
 
 
 class DeepSpeed(_Loading):
     """`zero.Init` by way of `HfDeepSpeedConfig` and `from_pretrained`."""
-
-    engine: Any = None
 
     def once(self, index: int) -> float | None:
         import deepspeed
         from transformers import LlamaForCausalLM
         from transformers.integrations import HfDeepSpeedConfig
 
-        settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01},
-            },
-            "steps_per_print": 1 << 30,
-        }
+        from benchmarks.competitors.deepspeed import settings_of
+
+        settings = settings_of(zero_optimization={"stage": 3})
         self.hold = HfDeepSpeedConfig(settings)
         model = LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
-        if not self.train:
-            return None
-        loss = self.engine(input_ids=self.text, labels=self.text).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        return float(loss)
+        return self.first_step()
 
     def close(self) -> None:
         if self.engine is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.competitors.base import Job, optimizer_settings
+from benchmarks.competitors.base import Job, Training, optimizer_settings
 
 __all__ = ["ComputeOnly", "Ddp"]
 
@@ -44,16 +44,13 @@ class Masters:
                 part.copy_(value)
 
 
-class _Plain:
+class _Plain(Training):
     def __init__(self, job: Job) -> None:
-        self.job = job
+        super().__init__(job)
         self.inner = job.build()
         if job.precision == "bf16":
             self.inner.bfloat16()
         self.model: torch.nn.Module = self.inner
-
-    def prepare(self, index: int) -> None:
-        self.batches = self.job.batches(index)
 
     def once(self, index: int) -> float:
         total, last = 0.0, len(self.batches) - 1
@@ -68,11 +65,6 @@ class _Plain:
 
     def unsynchronised(self) -> Any:
         return nullcontext()
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None: ...
 
 
 class ComputeOnly(_Plain):

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 import zeropage as zp
-from benchmarks.competitors.base import Job, optimizer_settings
+from benchmarks.competitors.base import EngineTraining, Job, optimizer_settings
 
 __all__ = ["Training"]
 
 
-class Training:
+class Training(EngineTraining):
     def __init__(self, job: Job, transport: str = "auto", **more: Any) -> None:
-        self.job = job
+        super().__init__(job)
         config: dict[str, Any] = {"transport": transport, "accumulate": job.accumulate} | more
         if job.precision != "fp32":
             config["precision"] = job.precision
@@ -24,18 +24,6 @@ class Training:
             model = job.build()
         self.engine = zp.Engine(model, torch.optim.AdamW(model.parameters(), fused=True, **optimizer_settings()))
         self.first = 0
-
-    def prepare(self, index: int) -> None:
-        self.batches = self.job.batches(index)
-
-    def once(self, index: int) -> float:
-        total = 0.0
-        for batch in self.batches:
-            loss = self.engine(batch)
-            total += loss.item()
-            self.engine.backward(loss)
-            self.engine.step()
-        return total / len(self.batches)
 
     def facts(self) -> dict[str, Any]:
         report = self.engine.memory()
