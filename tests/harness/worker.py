@@ -106,7 +106,6 @@ def main(fd: int, stacks: str) -> None:
     _die_with_parent()
     faulthandler.enable()
     with open(stacks, "w") as file, Connection(fd) as pool:
-        faulthandler.register(SIGNAL_FOR_STACKS, file=file, all_threads=True)
         torch.set_num_threads(1)
         with contextlib.suppress(ImportError):
             import zeropage  # noqa: F401  imported once, so that no case pays for it
@@ -121,6 +120,8 @@ def main(fd: int, stacks: str) -> None:
                 case = pickle.loads(pool.recv_bytes())
             except EOFError:
                 return
+            faulthandler.unregister(SIGNAL_FOR_STACKS)  # the case before may have taken the signal: Lightning does
+            faulthandler.register(SIGNAL_FOR_STACKS, file=file, all_threads=True)
             pool.send_bytes(pickle.dumps(serve(case)))
 
 
