@@ -311,8 +311,9 @@ class Engine:
     def _claim(self) -> None:
         """Say that this engine steps its optimizer's parameters: another engine of the model leaves their gradients."""
         if self._sharded is not None:
+            reference = weakref.ref(self._sharded)
             for record in self._sharded.records():
-                record.stepped_by = weakref.ref(self._sharded)
+                record.stepped_by = reference
 
     # -- settings that change
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -35,13 +36,9 @@ class Findings:
     def of(
         records: Sequence[Record], *, bad_parameter: str, bad_loss: bool, backwards: int, save_failed: bool
     ) -> Findings:
-        square_sum, overflow = 0.0, False
-        for record in records:
-            if record.has_gradient():
-                own = record.own_gradient()
-                norm = float(torch.linalg.vector_norm(own.float() if own.dtype.itemsize == 2 else own))
-                square_sum += norm * norm
-                overflow = overflow or not math.isfinite(norm)
+        norms = _norms([record.own_gradient() for record in records if record.has_gradient()])
+        overflow = not all(map(math.isfinite, norms))
+        square_sum = sum(norm * norm for norm in norms)
         return Findings(square_sum, overflow, bad_parameter, bad_loss, backwards, save_failed)
 
 
@@ -77,6 +74,18 @@ def agree(mine: Findings, transport: Transport, attempt: int, *, may_skip: bool)
         bad_loss=any(found.bad_loss for found in findings),
         save_failed=any(found.save_failed for found in findings),
     )
+
+
+def _norms(slices: Sequence[torch.Tensor]) -> list[float]:
+    """The 2-norm of each; those of one dtype are fetched by one call."""
+    found: list[float] = []
+    alike: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for own in slices:
+        norm = torch.linalg.vector_norm(own.float() if own.dtype.itemsize == 2 else own)
+        alike[norm.dtype].append(norm)
+    for norms in alike.values():
+        found += torch.stack(norms).tolist()
+    return found
 
 
 def _reason(findings: list[Findings]) -> str:

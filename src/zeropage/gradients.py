@@ -137,7 +137,6 @@ class Record:
         self.gradient_page = page
         self._face = over(page)
         self._seen = False
-        self._gradients.pages.add(page)
         return page
 
     def _next_epoch(self) -> GradientPage:
@@ -150,7 +149,6 @@ class Record:
             page.settle_casts()
             return self._show(accumulator, page.epoch + 1)
         page.epoch += 1
-        page.grown()
         return page
 
     def repoint(self, page: Page) -> None:
@@ -178,17 +176,21 @@ class Record:
         assert accumulator is not None and page is not None
         self._contributed = True
         self._gradients.begin_backward()
-        gradient = gradient.detach()
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
+        if isinstance(gradient, PagedTensor):
+            gradient = plain(gradient)
         self._gradients.inspect(self, gradient)
         scale = self._gradients.weight(self) / self.pager.transport.world
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.no_grad(), torch.inference_mode(False):
-                accumulator.add(self.page.flat(plain(gradient)), scale, page.epoch)
+                accumulator.add(self.page.flat(gradient), scale, page.epoch)
         else:  # the usual case: a hook of a backward
-            accumulator.add(self.page.flat(plain(gradient)), scale, page.epoch)
-        page.grown()
+            accumulator.add(self.page.flat(gradient), scale, page.epoch)
+        if self._seen:
+            page.grown()
 
     # -- p.grad
 
@@ -198,7 +200,9 @@ class Record:
         self._gradients.settle(self.name)
         if not self.has_gradient():
             return None
-        self._seen = True
+        if not self._seen and self.gradient_page is not None:
+            self._seen = True
+            self._gradients.shown.add(self.gradient_page)
         return self._face
 
     def assign_gradient(self, value: torch.Tensor | None) -> None:
@@ -265,7 +269,7 @@ class Gradients:
     def __init__(self, pager: Pager) -> None:
         self.pager = pager
         self._dtype = DTYPES[pager.config.reduce_dtype]
-        self.pages: weakref.WeakSet[GradientPage] = weakref.WeakSet()
+        self.shown: weakref.WeakSet[GradientPage] = weakref.WeakSet()  # those that somebody may hold
         self._settled = False
         self._task = -1
         self._outermost: FrameType | None = None
@@ -380,7 +384,7 @@ class Gradients:
 
     def refresh(self) -> None:
         """All ranks have added what they had: nothing that was seen of any sum before holds now."""
-        for page in self.pages:
+        for page in self.shown:
             page.grown()
 
     def forget_backwards(self) -> None:

@@ -184,7 +184,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         stepped = self._stepped()
         parameters = [parameter for _, parameter in stepped]
         with torch.no_grad():
-            self._scale(parameters, factor)
+            self._scale(map(record_of, parameters), factor)
             problem = ""
             try:
                 self._step_in_pieces(stepped)

@@ -9,9 +9,10 @@ so schedulers, per-group settings and `state_dict` know nothing of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ NARROW = (torch.bfloat16, torch.float16)
 _PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
 
+_Stepped = tuple[PagedTensor, Record]
+
+
 @dataclass(slots=True, eq=False)
 class Master:
     """The fp32 values behind a 16-bit parameter, on this rank's slice.
@@ -55,6 +59,42 @@ class Master:
 
     def agrees_with(self, page: Page) -> bool:
         return self.page is page and self.version == page.version
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """What an elementwise optimizer steps in place of a parameter, kept until somebody changes what it stands for."""
+
+    page: Page
+    master: Master | None
+    tensor: torch.Tensor  # this rank's slice of the parameter or of its master
+    outer: dict[str, Any]  # the parameter's state as the user sees it
+    known: list[Any]  # the values in it
+    nodes: list[Page | None]  # the pages of those that are paged
+    state: dict[str, Any]  # the same as the step sees it
+
+    def fits(self, record: Record, master: Master | None, outer: dict[str, Any] | None) -> bool:
+        if self.page is not record.page or self.master is not master or self.outer is not outer:
+            return False
+        return (
+            len(outer) == len(self.known)
+            and all(map(is_, outer.values(), self.known))
+            and all(page is None or value._node is page for value, page in zip(self.known, self.nodes, strict=True))
+        )
+
+    def stepped(self) -> bool:
+        """Tell the pages of the state that they have changed; False if the step has made other tensors."""
+        if len(self.state) != len(self.known):
+            return False
+        for value, page, known in zip(self.state.values(), self.nodes, self.known, strict=True):
+            if page is None:
+                if value is not known:
+                    return False
+            elif page.own() is value:
+                page.changed()  # somebody may have read it before the step
+            else:
+                return False
+        return True
 
 
 class _MasterRecord:
@@ -108,6 +148,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._scaler = scaler
         self.masters: dict[Record, Master] = {}
+        self._seats: dict[Record, _Seat] = {}
         self._elementwise = is_elementwise(optimizer)
         page_state(optimizer)
 
@@ -136,6 +177,7 @@ class ShardedOptimizer:
         for parameter in self.parameters():
             self.optimizer.state.pop(parameter, None)
         self.masters.clear()
+        self._seats.clear()
 
     def restored(self) -> None:
         """A checkpoint has been loaded."""
@@ -152,78 +194,93 @@ class ShardedOptimizer:
 
     def step(self, factor: float) -> None:
         """One step on the gradients times `factor`, inside a write batch of the caller."""
-        stepped = [p for p in self.parameters() if record_of(p).has_gradient()]
+        stepped = [(p, record) for p in self.parameters() if (record := record_of(p)).has_gradient()]
         with torch.no_grad():
-            self._scale(stepped, factor)
-            masters = {record_of(p): self._master(record_of(p)) for p in stepped}
+            self._scale((record for _, record in stepped), factor)
+            masters = {record: self._master(record) for _, record in stepped}
             try:
                 with self._working_tensors(stepped, masters):
                     self.optimizer.step()
             except BaseException:
-                for parameter in stepped:
-                    record_of(parameter).page.changed()  # some slices may have been written
+                for _, record in stepped:
+                    record.page.changed()  # some slices may have been written
                 raise
             self._write_back(stepped, masters)
 
-    def _scale(self, stepped: list[PagedTensor], factor: float) -> None:
+    def _scale(self, records: Iterable[Record], factor: float) -> None:
         if factor != 1.0:
-            for parameter in stepped:
-                record_of(parameter).own_gradient().mul_(factor)
+            for record in records:
+                record.own_gradient().mul_(factor)
 
-    def _write_back(self, stepped: list[PagedTensor], masters: dict[Record, Master | None]) -> None:
-        for pager in dict.fromkeys(record_of(parameter).pager for parameter in stepped):
+    def _write_back(self, stepped: list[_Stepped], masters: dict[Record, Master | None]) -> None:
+        for pager in {record.pager: None for _, record in stepped}:
             pager.open_batch("write parameters back")  # an optimizer of paged tensors has closed it at its end
-        for parameter in stepped:
-            record = record_of(parameter)
+        for parameter, record in stepped:
             master = masters[record]
             if master is not None:
                 record.page.own().copy_(master.values)
             record.page.changed()
             if master is not None:
                 master.version = record.page.version
-            # the slices changed behind autograd's back: a graph that saved the parameter must notice
-            torch.autograd.graph.increment_version(parameter)
+        # the slices changed behind autograd's back: a graph that saved a parameter must notice
+        torch.autograd.graph.increment_version([parameter for parameter, _ in stepped])
 
     # -- substitution
 
     @contextmanager
-    def _working_tensors(self, stepped: list[PagedTensor], masters: dict[Record, Master | None]) -> Iterator[None]:
-        optimizer = self.optimizer
-        working = {parameter: self._working(parameter, masters[record_of(parameter)]) for parameter in stepped}
+    def _working_tensors(self, stepped: list[_Stepped], masters: dict[Record, Master | None]) -> Iterator[None]:
+        optimizer, state = self.optimizer, self.optimizer.state
+        # state that belongs to no parameter stays in sight
+        inner: Any = defaultdict(dict, {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)})
+        working: dict[int, torch.Tensor] = {}
+        for parameter, record in stepped:
+            known = state.get(parameter)
+            tensor, kept = self._working(parameter, record, masters[record], known)
+            working[id(parameter)] = tensor
+            if known is not None:
+                inner[tensor] = kept
         groups = [group["params"] for group in optimizer.param_groups]
-        state = optimizer.state
-        others: dict[Any, Any] = dict(state)  # state that belongs to no parameter stays in sight
-        inner: Any = defaultdict(dict, {k: v for k, v in others.items() if not isinstance(k, torch.Tensor)})
-        for parameter, tensor in working.items():
-            if parameter in state:
-                inner[tensor] = {key: self._inward(value, parameter, key) for key, value in state[parameter].items()}
         optimizer.state = inner
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [working[p] for p in parameters if p in working]
+            group["params"] = [working[id(p)] for p in parameters if id(p) in working]
         try:
             yield
         finally:
             optimizer.state = state
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
-            for parameter, tensor in working.items():
+            for parameter, record in stepped:
+                tensor = working[id(parameter)]
                 if self._elementwise:
                     tensor.grad = None
                 if tensor in inner:
-                    self._outward(parameter, tensor, inner[tensor])
+                    self._outward(parameter, record, tensor, inner[tensor])
 
-    def _working(self, parameter: PagedTensor, master: Master | None) -> torch.Tensor:
-        record = record_of(parameter)
+    def _working(
+        self, parameter: PagedTensor, record: Record, master: Master | None, known: dict[str, Any] | None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """What is stepped in place of `parameter`, with its gradient, and its state."""
         if self._elementwise:
-            part = (record.page.own() if master is None else master.values).detach()
-            part.grad = record.own_gradient().to(part.dtype)
-            return part
+            seat = self._seats.get(record)
+            if seat is None or not seat.fits(record, master, known):
+                seat = self._seat(parameter, record, master, known or {})
+            seat.tensor.grad = record.own_gradient().to(seat.tensor.dtype)
+            return seat.tensor, seat.state
+        state = {key: self._inward(value, parameter, key) for key, value in (known or {}).items()}
         if master is None:
-            return parameter
+            return parameter, state
         face = over_slice(master.values, record.page, f"{record.name} in fp32")
         gradient = over_slice(record.own_gradient().to(master.values.dtype), record.page, f"{record.name}.grad in fp32")
         face.__dict__["_record"] = _MasterRecord(gradient)
-        return face
+        return face, state
+
+    def _seat(self, parameter: PagedTensor, record: Record, master: Master | None, outer: dict[str, Any]) -> _Seat:
+        tensor = (record.page.own() if master is None else master.values).detach()
+        state = {key: self._inward(value, parameter, key) for key, value in outer.items()}
+        known = list(outer.values())
+        nodes = [value._node.page if isinstance(value, PagedTensor) else None for value in known]
+        seat = self._seats[record] = _Seat(record.page, master, tensor, outer, known, nodes, state)
+        return seat
 
     def _master(self, record: Record) -> Master | None:
         page = record.page
@@ -247,8 +304,12 @@ class ShardedOptimizer:
             return value._node.page.own()
         return value
 
-    def _outward(self, parameter: PagedTensor, tensor: torch.Tensor, inner: dict[str, Any]) -> None:
+    def _outward(self, parameter: PagedTensor, record: Record, tensor: torch.Tensor, inner: dict[str, Any]) -> None:
         """State as the user sees it: paged where it has the parameter's shape."""
+        seat = self._seats.get(record)
+        if seat is not None and inner is seat.state and seat.known and seat.stepped():
+            return
+        self._seats.pop(record, None)
         page = parameter._node.page
         outer = self.optimizer.state[parameter]
         for key, value in inner.items():

@@ -71,10 +71,10 @@ class Node:
     """What a paged tensor points at. See `Page`, `ViewNode` and `CastNode`.
 
     `in_order` says that the node runs over the whole page in flat order, so that an elementwise operator
-    on it may work on a slice alone.
+    on it may work on a slice alone; `in_place`, that its values always lie at one place of this rank's memory.
     """
 
-    __slots__ = ("__weakref__", "closed", "in_order", "kids", "live", "scope", "spec")
+    __slots__ = ("__weakref__", "closed", "in_order", "in_place", "kids", "live", "scope", "spec")
 
     page: Page
 
@@ -82,6 +82,7 @@ class Node:
         self.spec = spec
         self.scope = scope  # while an optimizer's step may be running, `live` is asked for through `value`
         self.in_order = in_order
+        self.in_place = False
         self.live: torch.Tensor | None = None
         self.kids: dict[Hashable, Node | tuple[Node, ...]] = {}
         self.closed = False
@@ -140,13 +141,15 @@ class Node:
 class ViewNode(Node):
     """A view: `make` applied to what `parent` gives. Alive as long as the storage, like any view."""
 
-    __slots__ = ("make", "page", "parent")
+    __slots__ = ("_seen", "make", "page", "parent")
 
     def __init__(self, parent: Node, spec: Spec, make: Make, *, in_order: bool = False) -> None:
         super().__init__(spec, parent.scope, in_order=in_order)
         self.page = parent.page
         self.parent = parent
         self.make = make
+        self.in_place = parent.in_place
+        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None  # what `make` gave, and of what
 
     @property
     def root(self) -> Page | CastNode:
@@ -154,7 +157,14 @@ class ViewNode(Node):
 
     def fault(self) -> torch.Tensor:
         live = self.parent.live
-        value = self.make(self.parent.fault() if live is None else live)
+        if live is None:
+            live = self.parent.fault()
+        if self._seen is not None and self._seen[0] is live:
+            value = self._seen[1]
+        else:
+            value = self.make(live)
+            if self.in_place and not self.closed:
+                self._seen = live, value
         if not self.closed:
             self.live = value
         return value
@@ -212,6 +222,7 @@ class Page(Node):
     """The storage of a parameter (or of a gradient, or of an optimizer state)."""
 
     __slots__ = (
+        "_mapped",
         "casts",
         "edits",
         "layout",
@@ -233,6 +244,8 @@ class Page(Node):
         self.physical_order = _physical_order(spec)
         self.row_major = self.physical_order == sorted(self.physical_order)
         self.store = store
+        self.in_place = not self.framed
+        self._mapped: torch.Tensor | None = None
         self.pager = pager
         self.number = number  # what the trace knows it by
         self.version = 0
@@ -284,6 +297,14 @@ class Page(Node):
         """Whether reading it needs a frame (otherwise this rank can address the whole page in place)."""
         return self.store.whole is None
 
+    def mapped(self) -> torch.Tensor:
+        """The full value where this rank can address it, with its shape and strides."""
+        if self._mapped is None:
+            assert self.store.whole is not None
+            with torch.inference_mode(False), torch.no_grad():
+                self._mapped = self.shaped(self.store.whole)
+        return self._mapped
+
     def fill(self, frame: torch.Tensor, in_step: str | None) -> None:
         """Bring the full content into `frame` (1-D)."""
         transport = self.pager.transport
@@ -331,8 +352,10 @@ class Page(Node):
         """The page has been written: whatever was seen of it is out of date."""
         self.version += 1
         self.written = True
-        self.pager.addresses.outdated(self)
-        self.pager.evict(self)
+        pager = self.pager
+        if pager.addresses.used:
+            pager.addresses.outdated(self)
+        pager.evict(self)
 
     def enter(self) -> None:
         """A parameter stands for this page."""

@@ -206,13 +206,12 @@ class Pager:
                 f"{page.name!r} has no values yet: it was made on the meta device. Initialise it (for example with "
                 "module.reset_parameters() or torch.nn.init) or load a checkpoint before it is read."
             )
+        in_step = self._step_phase(page) if self._batch_open else None
+        if page.in_place and in_step is None:
+            self.counters.faults += 1
+            self.transport.settle()
+            return page.mapped()
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            in_step = self._step_phase(page)
-            if not page.framed and in_step is None:
-                self.counters.faults += 1
-                self.transport.settle()
-                assert page.store.whole is not None
-                return page.shaped(page.store.whole)
             return page.shaped(self._framed(page, in_step).memory)
 
     def prepare_read_in_step(self) -> None:
@@ -229,15 +228,14 @@ class Pager:
                 page.drop()
 
     def _step_phase(self, page: Page) -> str | None:
-        """What the transport calls this read if slices are being written, else None.
+        """What the transport calls this read inside a step, while slices are being written; else None.
 
         [Note: closures] An optimizer may call a closure that runs the model inside its step. Such reads end
         the write batch; the next write opens another.
         """
-        if self._batch_open:
-            if self.step.active():
-                return page.name
-            self.close_batch()
+        if self.step.active():
+            return page.name
+        self.close_batch()
         return None
 
     def _framed(self, page: Page, in_step: str | None) -> _Frame:
@@ -376,7 +374,8 @@ class Pager:
 
     def evict(self, page: Page) -> None:
         """Drop the frame of `page`, if it has one, and every view of it."""
-        page.drop()
+        if page.live is not None or page.kids:
+            page.drop()
         if page not in self._frames:  # over memory that all ranks share no page ever is
             return
         with self._lock:

@@ -45,20 +45,20 @@ class Addresses:
     """The ranges of many pages, and the copies of pages that are being pickled. Both go with their page."""
 
     def __init__(self) -> None:
-        self._used = False
+        self.used = False  # whether anybody has asked for an address yet
         self._ranges: weakref.WeakKeyDictionary[object, AddressRange] = weakref.WeakKeyDictionary()
         self._copies: weakref.WeakKeyDictionary[object, tuple[int, StorageWeakRef]] = weakref.WeakKeyDictionary()
 
     def range_of(self, page: object, count: int, dtype: torch.dtype) -> AddressRange:
         found = self._ranges.get(page)
         if found is None:
-            self._used = True
+            self.used = True
             found = self._ranges[page] = AddressRange(count, dtype)
         return found
 
     def outdated(self, page: object) -> None:
         """The page has other values now: nobody may read the old ones through a pointer any more."""
-        if self._used and page in self._ranges:
+        if self.used and page in self._ranges:
             self._ranges[page].empty()
 
     def copy_of(self, page: object, version: int, dtype: torch.dtype) -> torch.Tensor | None:

@@ -43,7 +43,9 @@ def accumulate(target: torch.Tensor, gradient: torch.Tensor, scale: float, *, fi
     they are added.
     """
     if gradient.dtype == target.dtype:
-        if first:
+        if first and scale == 1.0:
+            target.copy_(gradient)
+        elif first:
             torch.mul(gradient, scale, out=target)
         else:
             target.add_(gradient, alpha=scale)
