@@ -215,7 +215,7 @@ class ShardedOptimizer:
     def _write_back(self, stepped: list[_Stepped], masters: dict[Record, Master | None]) -> None:
         for pager in {record.pager: None for _, record in stepped}:
             pager.open_batch("write parameters back")  # an optimizer of paged tensors has closed it at its end
-        for parameter, record in stepped:
+        for _, record in stepped:
             master = masters[record]
             if master is not None:
                 record.page.own().copy_(master.values)
@@ -229,7 +229,8 @@ class ShardedOptimizer:
 
     @contextmanager
     def _working_tensors(self, stepped: list[_Stepped], masters: dict[Record, Master | None]) -> Iterator[None]:
-        optimizer, state = self.optimizer, self.optimizer.state
+        optimizer = self.optimizer
+        state: Any = optimizer.state
         # state that belongs to no parameter stays in sight
         inner: Any = defaultdict(dict, {k: v for k, v in state.items() if not isinstance(k, torch.Tensor)})
         working: dict[int, torch.Tensor] = {}

@@ -30,6 +30,7 @@ __all__ = ["SharedAccumulator", "SharedTransport"]
 
 _LINE = 64  # bytes: a cache line a rank, so that polling does not disturb the writers
 _TURNS_PER_MEETING = 1 << 20
+_PART = 1 << 19  # elements: ranks that take turns on one parameter are so far apart
 
 
 class _Mark(IntEnum):
@@ -40,6 +41,7 @@ class _Mark(IntEnum):
     CONTENT = 2  # one more than the epoch that this rank's slice holds
     FIRST = 3  # one more than the number of the backward with this rank's first contribution to its epoch
     LATEST = 4  # the same of its latest one, set before anything is added
+    PASSED = 5  # elements of the gradient that this rank has added in that backward
 
 
 class SharedAccumulator:
@@ -55,25 +57,40 @@ class SharedAccumulator:
         self._marks = [(ctypes.c_uint64 * 8).from_buffer(block.buffer, r * _LINE) for r in range(store.layout.world)]
 
     def add(self, gradient: torch.Tensor, scale: float, epoch: int) -> None:
-        transport, layout = self._transport, self.store.layout
+        transport = self._transport
         transport.settle()
-        turn = transport.await_turn(self._marks)
+        turn = transport.await_turn(self._marks, 1)
         mine = self._marks[transport.rank]
+        mine[_Mark.PASSED] = 0
         mine[_Mark.LATEST] = turn + 1
         if mine[_Mark.CONTRIBUTED] <= epoch:
             mine[_Mark.FIRST] = turn + 1
         for owner, target in enumerate(self._slices):
             if target.numel():
-                with transport.lock(self.store.uid * layout.world + owner):
-                    marks = self._marks[owner]
-                    if marks[_Mark.CONTENT] > epoch + 1:
-                        continue  # this epoch was dropped already: its owner has gone on
-                    part = gradient[slice(*layout.bounds(owner))]
-                    accumulate(target, part, scale, first=marks[_Mark.CONTENT] <= epoch)
-                    marks[_Mark.CONTENT] = max(marks[_Mark.CONTENT], epoch + 1)
+                low, high = self.store.layout.bounds(owner)
+                self._add_to_slice(owner, target, gradient[low:high], scale, epoch)
         mine[_Mark.CONTRIBUTED] = max(mine[_Mark.CONTRIBUTED], epoch + 1)
         if not transport.reentrant:
             mine[_Mark.TURN] = turn + 1
+
+    def _add_to_slice(self, owner: int, target: torch.Tensor, gradient: torch.Tensor, scale: float, epoch: int) -> None:
+        """Part by part where ranks take turns: the next rank follows one part behind."""
+        transport, marks, mine = self._transport, self._marks[owner], self._marks[self._transport.rank]
+        start, length = self.store.layout.bounds(owner)[0], target.numel()
+        one_by_one = transport.deterministic and not transport.reentrant
+        first: bool | None = None  # once for all parts: the first of them says what the slice holds
+        for low in range(0, length, _PART if one_by_one else length):
+            high = min(low + _PART, length) if one_by_one else length
+            transport.await_turn(self._marks, start + high)
+            with transport.lock(self.store.uid * self.store.layout.world + owner):
+                if marks[_Mark.CONTENT] > epoch + 1:
+                    return  # this epoch was dropped already: its owner has gone on
+                if first is None:
+                    first = marks[_Mark.CONTENT] <= epoch
+                accumulate(target[low:high], gradient[low:high], scale, first=first)
+                marks[_Mark.CONTENT] = max(marks[_Mark.CONTENT], epoch + 1)
+            if one_by_one:
+                mine[_Mark.PASSED] = start + high
 
     def present(self, epoch: int) -> bool:
         turn = self._transport.turn
@@ -124,8 +141,9 @@ class SharedTransport:
     after every lower rank has added its own, or has ended the backward of the same number. So sums have
     the same bits in every run, at any world size. It cannot deadlock: a rank waits only for backwards
     that come earlier in that order, and a rank that waits in a collective call counts as having ended.
-    Inside a re-entrant backward (old-style activation checkpointing) a parameter may get more than one
-    part; there the turn passes on only when the whole backward has ended.
+    A rank follows the one before it a few elements behind, not a whole parameter. Inside a re-entrant
+    backward (old-style activation checkpointing) a parameter may get more than one part; there the turn
+    passes on only when the whole backward has ended.
     """
 
     name = "shared"
@@ -133,7 +151,7 @@ class SharedTransport:
     def __init__(self, group: Group, timeout_s: float, *, deterministic: bool) -> None:
         self.rank, self.world = group.rank, group.world
         self.reentrant = False
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self._rounds = Rounds(group, timeout_s, 0, deterministic=deterministic)
         self._uid = 0
         self._handed_over: int | None = None
@@ -275,18 +293,27 @@ class SharedTransport:
             self._turn += 1
             self._control.publish_ended(self._turn)
 
-    def await_turn(self, marks: Sequence[ctypes.Array[ctypes.c_uint64]]) -> int:
-        """Wait until this rank may add to the parameter whose `marks` these are; the number of its turn."""
+    def await_turn(self, marks: Sequence[ctypes.Array[ctypes.c_uint64]], count: int) -> int:
+        """Wait until this rank may add the first `count` elements to the parameter whose `marks` these are.
+
+        Returns:
+            The number of its turn.
+        """
         turn, control = self._turn, self._control
-        if self._deterministic:
+        if self.deterministic:
             for peer in range(self.world):
                 if peer != self.rank:
                     needed = turn + 1 if peer < self.rank else turn
-                    control.wait(partial(self._has_passed, marks[peer], peer, needed), peer)
+                    if not self._has_passed(marks[peer], peer, needed, count):
+                        control.wait(partial(self._has_passed, marks[peer], peer, needed, count), peer)
         return turn
 
-    def _has_passed(self, line: ctypes.Array[ctypes.c_uint64], peer: int, needed: int) -> bool:
-        return bool(line[_Mark.TURN] >= needed or self._control.ended(peer) >= needed)
+    def _has_passed(self, line: ctypes.Array[ctypes.c_uint64], peer: int, needed: int, count: int) -> bool:
+        return bool(
+            line[_Mark.TURN] >= needed
+            or (line[_Mark.LATEST] == needed and line[_Mark.PASSED] >= count)
+            or self._control.ended(peer) >= needed
+        )
 
     def await_gradients(self) -> None:
         self.end_backward()
