@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from zeropage.memory.stream import BUFFERS, Span, Window, stream
 from zeropage.optim import NARROW, Master, ShardedOptimizer, is_elementwise, record_of
 from zeropage.page import Page
 from zeropage.pager import Pager
+from zeropage.pieces import bare_step, step_in_pieces
 from zeropage.steps import over_slice
 from zeropage.tensor import PagedTensor
 
@@ -150,7 +151,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         probe = copy.copy(self.optimizer)
         probe.state = defaultdict(dict)
         probe.param_groups = [{**self.optimizer.param_groups[index], "params": [small]}]
-        _bare_step(probe)
+        bare_step(probe)
         return {key: value.dtype for key, value in probe.state[small].items() if _is_cut_like(value, small)}
 
     def _bring_to_disk(self, parameter: PagedTensor, key: str, value: Any) -> None:
@@ -187,7 +188,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             self._scale(map(record_of, parameters), factor)
             problem = ""
             try:
-                self._step_in_pieces(stepped)
+                self._step_from_disk(stepped)
             except OffloadError as error:
                 problem = str(error)
             except BaseException as error:
@@ -213,38 +214,15 @@ class OffloadedOptimizer(ShardedOptimizer):
                     value._node.page.changed()
             torch.autograd.graph.increment_version(parameter)
 
-    def _step_in_pieces(self, stepped: list[tuple[int, PagedTensor]]) -> None:
-        """[Note: hooks and pieces] What torch, schedulers and programs have hung on `step` is to happen once a step. So
-        it is called once, with empty groups; the pieces are stepped without all that, when the first hooks have been
-        called.
-        """
-        optimizer = self.optimizer
+    def _step_from_disk(self, stepped: list[tuple[int, PagedTensor]]) -> None:
         pieces = dict(self._pieces(stepped))
 
-        def step_pieces(*_: Any) -> None:
+        def run() -> None:
             with closing(stream(list(pieces))) as filled:
                 for window, buffer in filled:
                     self._step_parts(pieces[window], window, buffer)
 
-        with self._bare_groups():
-            handle = optimizer.register_step_pre_hook(step_pieces)
-            try:
-                optimizer.step()
-            finally:
-                handle.remove()
-
-    @contextmanager
-    def _bare_groups(self) -> Iterator[None]:
-        """Inside, the optimizer has no parameters but those of a piece."""
-        groups = self.optimizer.param_groups
-        kept = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = []
-        try:
-            yield
-        finally:
-            for group, parameters in zip(groups, kept, strict=True):
-                group["params"] = parameters
+        step_in_pieces(self.optimizer, run)
 
     def _pieces(self, stepped: list[tuple[int, PagedTensor]]) -> Iterator[tuple[Window, list[_Part]]]:
         """What is in memory at a time: parts of one parameter, or several parameters."""
@@ -308,7 +286,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             optimizer.param_groups[part.group]["params"].append(tensor)
         optimizer.state = inner
         try:
-            _bare_step(optimizer)
+            bare_step(optimizer)
         finally:
             optimizer.state = outer
             for group in optimizer.param_groups:
@@ -356,12 +334,6 @@ class OffloadedOptimizer(ShardedOptimizer):
                 elif key not in outer:
                     made = self._reserved[part.parameter].pop(key)
                     outer[key] = over_slice(made, record.page, f"{record.name}.{key}")
-
-
-def _bare_step(optimizer: optim.Optimizer) -> None:
-    """The optimizer's own arithmetic, without the hooks that torch calls around it."""
-    bare: Any = type(optimizer).step
-    bare.__wrapped__(optimizer)
 
 
 def _is_cut_like(value: object, tensor: torch.Tensor) -> bool:

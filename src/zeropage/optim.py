@@ -12,19 +12,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import is_
 from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zeropage.errors import ConfigError
 from zeropage.gradients import Record
+from zeropage.hooks import WeakHook
 from zeropage.loss_scale import DynamicLossScale
 from zeropage.memory.disk import DiskSlice
 from zeropage.page import Page
+from zeropage.pieces import bare_step, step_in_pieces
+from zeropage.seats import Part, Seat
 from zeropage.steps import over_slice, page_state, shard_state
 from zeropage.tensor import PagedTensor
+from zeropage.transport import accumulate
 
 __all__ = ["NARROW", "Master", "ShardedOptimizer", "check_optimizer", "is_elementwise", "record_of"]
 
@@ -35,6 +39,9 @@ _ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset({
 })  # fmt: skip
 # Parameters of these dtypes have an fp32 master.
 NARROW = (torch.bfloat16, torch.float16)
+# Those that have all of their state after the first step, and change it in place: they may be stepped in pieces.
+_CUT: frozenset[type[optim.Optimizer]] = frozenset({optim.Adam, optim.AdamW})
+_PIECE = 1 << 20  # elements: what is done to them one after the other finds them in the cache
 # What they keep of a parameter as a whole, and not of each element.
 _PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
@@ -59,42 +66,6 @@ class Master:
 
     def agrees_with(self, page: Page) -> bool:
         return self.page is page and self.version == page.version
-
-
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """What an elementwise optimizer steps in place of a parameter, kept until somebody changes what it stands for."""
-
-    page: Page
-    master: Master | None
-    tensor: torch.Tensor  # this rank's slice of the parameter or of its master
-    outer: dict[str, Any]  # the parameter's state as the user sees it
-    known: list[Any]  # the values in it
-    nodes: list[Page | None]  # the pages of those that are paged
-    state: dict[str, Any]  # the same as the step sees it
-
-    def fits(self, record: Record, master: Master | None, outer: dict[str, Any] | None) -> bool:
-        if self.page is not record.page or self.master is not master or self.outer is not outer:
-            return False
-        return (
-            len(outer) == len(self.known)
-            and all(map(is_, outer.values(), self.known))
-            and all(page is None or value._node is page for value, page in zip(self.known, self.nodes, strict=True))
-        )
-
-    def stepped(self) -> bool:
-        """Tell the pages of the state that they have changed; False if the step has made other tensors."""
-        if len(self.state) != len(self.known):
-            return False
-        for value, page, known in zip(self.state.values(), self.nodes, self.known, strict=True):
-            if page is None:
-                if value is not known:
-                    return False
-            elif page.own() is value:
-                page.changed()  # somebody may have read it before the step
-            else:
-                return False
-        return True
 
 
 class _MasterRecord:
@@ -148,7 +119,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._scaler = scaler
         self.masters: dict[Record, Master] = {}
-        self._seats: dict[Record, _Seat] = {}
+        self._seats: dict[Record, Seat] = {}
         self._elementwise = is_elementwise(optimizer)
         page_state(optimizer)
 
@@ -196,34 +167,109 @@ class ShardedOptimizer:
         """One step on the gradients times `factor`, inside a write batch of the caller."""
         stepped = [(p, record) for p in self.parameters() if (record := record_of(p)).has_gradient()]
         with torch.no_grad():
-            self._scale((record for _, record in stepped), factor)
             masters = {record: self._master(record) for _, record in stepped}
             try:
-                with self._working_tensors(stepped, masters):
-                    self.optimizer.step()
+                if self._can_be_cut:
+                    self._step_in_pieces(stepped, masters, factor)
+                else:
+                    self._scale((record for _, record in stepped), factor)
+                    with self._working_tensors(stepped, masters):
+                        self.optimizer.step()
+                    self._write_back(masters)
             except BaseException:
                 for _, record in stepped:
                     record.page.changed()  # some slices may have been written
                 raise
-            self._write_back(stepped, masters)
+            for _, record in stepped:
+                record.page.changed()
+                master = masters[record]
+                if master is not None:
+                    master.version = record.page.version
+            # the slices changed behind autograd's back: a graph that saved a parameter must notice
+            torch.autograd.graph.increment_version([parameter for parameter, _ in stepped])
 
     def _scale(self, records: Iterable[Record], factor: float) -> None:
         if factor != 1.0:
             for record in records:
                 record.own_gradient().mul_(factor)
 
-    def _write_back(self, stepped: list[_Stepped], masters: dict[Record, Master | None]) -> None:
-        for pager in {record.pager: None for _, record in stepped}:
+    def _write_back(self, masters: dict[Record, Master | None]) -> None:
+        for pager in {record.pager: None for record in masters}:
             pager.open_batch("write parameters back")  # an optimizer of paged tensors has closed it at its end
-        for _, record in stepped:
-            master = masters[record]
+        for record, master in masters.items():
             if master is not None:
                 record.page.own().copy_(master.values)
-            record.page.changed()
-            if master is not None:
-                master.version = record.page.version
-        # the slices changed behind autograd's back: a graph that saved a parameter must notice
-        torch.autograd.graph.increment_version([parameter for parameter, _ in stepped])
+
+    # -- in pieces
+
+    @property
+    def _can_be_cut(self) -> bool:
+        """Whether the step can be made piece by piece, with nobody looking at what is in the groups meanwhile."""
+        optimizer = self.optimizer
+        everybodys = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+        return (
+            type(optimizer) in _CUT
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and all(isinstance(hook, WeakHook) for hook in everybodys)
+        )
+
+    def _step_in_pieces(self, stepped: list[_Stepped], masters: dict[Record, Master | None], factor: float) -> None:
+        """All that is done to an element is done while it is in the cache: scaling, stepping, rounding."""
+        optimizer, state = self.optimizer, self.optimizer.state
+        groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        seats = []
+        for parameter, record in stepped:
+            seat = self._seat(parameter, record, masters[record], state.get(parameter))
+            seats.append((groups[id(parameter)], record, seat))
+        scratch = torch.empty(0)
+
+        def run() -> None:
+            nonlocal scratch
+            for piece in _pieces(seats):
+                count = sum(part.high - part.low for part in piece)
+                dtype = piece[0].seat.tensor.dtype
+                if scratch.numel() < count or scratch.dtype != dtype:
+                    scratch = torch.empty(count, dtype=dtype, device=piece[0].seat.tensor.device)
+                self._step_piece(piece, factor, scratch)
+
+        try:
+            step_in_pieces(optimizer, run)
+        finally:
+            optimizer.state = state
+            for parameter, record in stepped:
+                seat = self._seats[record]
+                if seat.state:
+                    self._outward(parameter, record, seat.tensor, seat.state)
+
+    def _step_piece(self, piece: list[Part], factor: float, scratch: torch.Tensor) -> None:
+        optimizer = self.optimizer
+        inner: Any = defaultdict(dict)
+        optimizer.state = inner
+        working, used = [], 0
+        for part in piece:
+            tensor, given = part.tensor(), part.state()
+            gradient = part.record.own_gradient()
+            if not part.whole:
+                gradient = gradient[part.low : part.high]
+            if factor != 1.0 or gradient.dtype != tensor.dtype:
+                scaled = scratch[used : used + len(tensor)]
+                accumulate(scaled, gradient, factor, first=True)
+                gradient = scaled
+                used += len(tensor)
+            tensor.grad = gradient
+            inner[tensor] = given
+            optimizer.param_groups[part.group]["params"].append(tensor)
+            working.append((part, tensor))
+        try:
+            bare_step(optimizer)
+        finally:
+            for part, tensor in working:
+                tensor.grad = None
+                optimizer.param_groups[part.group]["params"].clear()
+        for part, tensor in working:
+            if part.seat.master is not None:
+                part.seat.page.own()[part.low : part.high].copy_(tensor)
 
     # -- substitution
 
@@ -262,9 +308,7 @@ class ShardedOptimizer:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """What is stepped in place of `parameter`, with its gradient, and its state."""
         if self._elementwise:
-            seat = self._seats.get(record)
-            if seat is None or not seat.fits(record, master, known):
-                seat = self._seat(parameter, record, master, known or {})
+            seat = self._seat(parameter, record, master, known)
             seat.tensor.grad = record.own_gradient().to(seat.tensor.dtype)
             return seat.tensor, seat.state
         state = {key: self._inward(value, parameter, key) for key, value in (known or {}).items()}
@@ -275,12 +319,18 @@ class ShardedOptimizer:
         face.__dict__["_record"] = _MasterRecord(gradient)
         return face, state
 
-    def _seat(self, parameter: PagedTensor, record: Record, master: Master | None, outer: dict[str, Any]) -> _Seat:
+    def _seat(
+        self, parameter: PagedTensor, record: Record, master: Master | None, outer: dict[str, Any] | None
+    ) -> Seat:
+        seat = self._seats.get(record)
+        if seat is not None and seat.fits(record.page, master, outer):
+            return seat
+        outer = {} if outer is None else outer
         tensor = (record.page.own() if master is None else master.values).detach()
         state = {key: self._inward(value, parameter, key) for key, value in outer.items()}
         known = list(outer.values())
-        nodes = [value._node.page if isinstance(value, PagedTensor) else None for value in known]
-        seat = self._seats[record] = _Seat(record.page, master, tensor, outer, known, nodes, state)
+        pages = [value._node.page if isinstance(value, PagedTensor) else None for value in known]
+        seat = self._seats[record] = Seat(record.page, master, tensor, outer, known, pages, state)
         return seat
 
     def _master(self, record: Record) -> Master | None:
@@ -338,6 +388,25 @@ class ShardedOptimizer:
             elif isinstance(place, DiskSlice):
                 found["disk"] += place.nbytes
         return found
+
+
+def _pieces(seats: Iterable[tuple[int, Record, Seat]]) -> Iterator[list[Part]]:
+    """Parts that are stepped at a time, of one dtype: several seats, or part of one. Seats without state stay whole."""
+    piece: list[Part] = []
+    count = 0
+    for group, record, seat in seats:
+        length = seat.tensor.numel()
+        cut = _PIECE if seat.state else max(length, 1)
+        for low in range(0, max(length, 1), cut):
+            part = Part(record, seat, group, low, min(low + cut, length))
+            more = part.high - part.low
+            if piece and (count + more > _PIECE or piece[0].seat.tensor.dtype != seat.tensor.dtype):
+                yield piece
+                piece, count = [], 0
+            piece.append(part)
+            count += more
+    if piece:
+        yield piece
 
 
 def record_of(parameter: torch.Tensor) -> Record:

@@ -7,14 +7,14 @@ import sys
 
 from zeropage.config import Config
 from zeropage.errors import TransportUnavailableError
-from zeropage.transport.base import Accumulator, Transport
+from zeropage.transport.base import Accumulator, Transport, accumulate
 from zeropage.transport.collective import CollectiveTransport
 from zeropage.transport.courier import Arrival
 from zeropage.transport.group import Group, end_group, find_group
 from zeropage.transport.local import LocalTransport
 from zeropage.transport.shared import SharedTransport
 
-__all__ = ["Accumulator", "Arrival", "Group", "Transport", "end_group", "find_group", "open_transport"]
+__all__ = ["Accumulator", "Arrival", "Group", "Transport", "accumulate", "end_group", "find_group", "open_transport"]
 
 
 def open_transport(config: Config, group: Group, *, on_cpu: bool) -> Transport:
