@@ -10,6 +10,7 @@ from zeropage.config import Config
 from zeropage.construct import init, shard
 from zeropage.edit import full, gather, is_paged, local, resident
 from zeropage.engine import Engine
+from zeropage.estimate import estimate_memory
 from zeropage.reports import MemoryReport, StepResult
 from zeropage.tensor import PagedTensor
 from zeropage.weights import LoadedWeights, export, load_safetensors
@@ -25,6 +26,7 @@ __all__ = [
     "PagedTensor",
     "StepResult",
     "errors",
+    "estimate_memory",
     "export",
     "full",
     "gather",

@@ -23,11 +23,12 @@ from zeropage.config import Config
 from zeropage.construct import ConfigLike, pagers_of, shard, space_of
 from zeropage.errors import ConfigError, NonFiniteError, OffloadError, ZeropageError
 from zeropage.findings import Findings, Verdict, agree
-from zeropage.gradients import DTYPES, Record
+from zeropage.gradients import Record
 from zeropage.loss_scale import DynamicLossScale
 from zeropage.offloaded import OffloadedOptimizer
 from zeropage.optim import ShardedOptimizer, check_optimizer, record_of
 from zeropage.pager import Pager
+from zeropage.precision import keeps_exact, kept_dtype
 from zeropage.reports import MemoryReport, StepResult
 from zeropage.tensor import PagedTensor
 
@@ -535,25 +536,15 @@ class Engine:
 
     def _convert_parameters(self) -> None:
         """Cast trainable parameters to the engine's precision; what they were exactly stays as the master."""
-        if self.config.precision is None:
-            return
-        dtype = DTYPES[self.config.precision]
         stepped = set() if self._sharded is None else set(self._sharded.records())
         for parameter in self.module.parameters():
-            if not isinstance(parameter, PagedTensor) or not parameter.dtype.is_floating_point:
-                continue
-            if parameter.dtype == dtype or not (parameter.requires_grad or self._casts_frozen(parameter, dtype)):
+            if not isinstance(parameter, PagedTensor) or parameter.dtype == kept_dtype(self.config, parameter):
                 continue
             record = record_of(parameter)
-            keeps = dtype != torch.float32 and (parameter.requires_grad or self.config.cast_frozen != "wide")
-            exact = record.page.own().float().clone() if keeps else None
-            parameter.data = parameter.data.to(dtype)
+            exact = record.page.own().float().clone() if keeps_exact(self.config, parameter) else None
+            parameter.data = parameter.data.to(kept_dtype(self.config, parameter))
             if exact is not None and self._sharded is not None and record in stepped:
                 self._sharded.keep_master(record, exact)
-
-    def _casts_frozen(self, parameter: PagedTensor, dtype: torch.dtype) -> bool:
-        wider = parameter.dtype.itemsize > dtype.itemsize
-        return wider if self.config.cast_frozen == "wide" else self.config.cast_frozen
 
 
 def _check_effect(config: Config, pagers: list[Pager]) -> None:

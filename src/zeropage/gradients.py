@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zeropage.config import Config
 from zeropage.errors import GradientError
 from zeropage.page import Page, Spec
 from zeropage.pager import Pager
@@ -22,10 +23,16 @@ from zeropage.tensor.agreement import agreed
 from zeropage.tensor.trees import plain
 from zeropage.transport import Accumulator
 
-__all__ = ["DTYPES", "GradientPage", "Gradients", "Record"]
+__all__ = ["DTYPES", "GradientPage", "Gradients", "Record", "sum_dtype"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names that a config uses
 _real_grad: Any = torch.Tensor.grad  # the slot that autograd itself fills
+
+
+def sum_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
+    """The dtype in which gradients of `dtype` are summed: never narrower than the gradients' own."""
+    wanted = DTYPES[config.reduce_dtype]
+    return dtype if dtype.is_complex or dtype.itemsize > wanted.itemsize else wanted
 
 
 class GradientPage(Page):
@@ -126,8 +133,8 @@ class Record:
         self.accumulator, self.gradient_page, self._face = None, None, None
         if not differentiable(self.page.dtype):
             return
-        spec, sum_dtype = self.page.spec, self._gradients.sum_dtype(self.page.dtype)
-        self.accumulator = self.pager.transport.accumulator(self.name, self.page.layout, sum_dtype, spec.device)
+        page, summed = self.page, sum_dtype(self.page.dtype, self.pager.config)
+        self.accumulator = self.pager.transport.accumulator(self.name, page.layout, summed, page.spec.device)
         self._show(self.accumulator, epoch=0)
 
     def _show(self, accumulator: Accumulator, epoch: int) -> GradientPage:
@@ -268,7 +275,6 @@ class Gradients:
 
     def __init__(self, pager: Pager) -> None:
         self.pager = pager
-        self._dtype = DTYPES[pager.config.reduce_dtype]
         self.shown: weakref.WeakSet[GradientPage] = weakref.WeakSet()  # those that somebody may hold
         self._settled = False
         self._task = -1
@@ -282,12 +288,6 @@ class Gradients:
         self.nonfinite: weakref.WeakKeyDictionary[Record, None] = weakref.WeakKeyDictionary()
         pager.adopt = self.adopt
         pager.sums_complete = self.refresh
-
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are summed: never narrower than the gradients' own."""
-        if dtype.is_complex or dtype.itemsize > self._dtype.itemsize:
-            return dtype
-        return self._dtype
 
     def adopt(self, parameter: torch.Tensor) -> None:
         """A new parameter stands for a page: give it a record and hook it (collective)."""

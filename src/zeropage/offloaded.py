@@ -10,7 +10,6 @@ parameter begins with the same.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
@@ -28,13 +27,11 @@ from zeropage.memory.stream import BUFFERS, Span, Window, stream
 from zeropage.optim import NARROW, Master, ShardedOptimizer, is_elementwise, record_of
 from zeropage.page import Page
 from zeropage.pager import Pager
-from zeropage.pieces import bare_step, step_in_pieces
+from zeropage.pieces import bare_step, is_cut_like, states_to_be, step_in_pieces
 from zeropage.steps import over_slice
 from zeropage.tensor import PagedTensor
 
 __all__ = ["OffloadedOptimizer"]
-
-_PROBE = 64  # elements of the parameter that tells which states there will be
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +118,7 @@ class OffloadedOptimizer(ShardedOptimizer):
                     self._bring_to_disk(parameter, key, value)
                 continue
             if (index, dtype) not in probed:
-                probed[index, dtype] = self._states_to_be(index, dtype)
+                probed[index, dtype] = states_to_be(self.optimizer, index, dtype)
             reserved = self._reserved.setdefault(parameter, {})
             for key, kind in probed[index, dtype].items():
                 if key not in reserved:
@@ -143,16 +140,6 @@ class OffloadedOptimizer(ShardedOptimizer):
             place = self._pager.place(f"{page.name} in fp32", page.layout, torch.float32)
             self.masters[record] = Master(place, page, -1)  # agrees with no version
         return torch.float32
-
-    def _states_to_be(self, index: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """The elementwise states that a step makes of a parameter of that group without any, by name."""
-        small = torch.zeros(_PROBE, dtype=dtype, device="cpu")
-        small.grad = torch.zeros_like(small)
-        probe = copy.copy(self.optimizer)
-        probe.state = defaultdict(dict)
-        probe.param_groups = [{**self.optimizer.param_groups[index], "params": [small]}]
-        bare_step(probe)
-        return {key: value.dtype for key, value in probe.state[small].items() if _is_cut_like(value, small)}
 
     def _bring_to_disk(self, parameter: PagedTensor, key: str, value: Any) -> None:
         """State that was made, assigned or loaded in memory."""
@@ -324,7 +311,7 @@ class OffloadedOptimizer(ShardedOptimizer):
                 place = window.values(buffer, part.states[key])
                 if value.data_ptr() != place.data_ptr():
                     place.copy_(value)
-            elif _is_cut_like(value, tensor):
+            elif is_cut_like(value, tensor):
                 raise OffloadError(f"{record.name}: the optimizer made a state {key!r} in the middle of a step")
         if part.last and state:
             outer = self.optimizer.state[part.parameter]
@@ -334,10 +321,6 @@ class OffloadedOptimizer(ShardedOptimizer):
                 elif key not in outer:
                     made = self._reserved[part.parameter].pop(key)
                     outer[key] = over_slice(made, record.page, f"{record.name}.{key}")
-
-
-def _is_cut_like(value: object, tensor: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == tensor.shape
 
 
 def _own_copy(value: Any) -> Any:
