@@ -24,6 +24,7 @@ __all__ = ["Verdict", "check_correctness"]
 PRECISIONS = ("fp32", "bf16", "fp16")
 OFFLOADS = ("none", "host")
 DELAYS = ("no delay", "slow operators", "slow copies")
+BARE = "no engine"  # a torch optimizer on the parameters
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 """Of a loss. In fp32 an optimizer on the host rounds otherwise than one on the device; sums of 16 bits do as well."""
@@ -60,6 +61,10 @@ def check_correctness(device: torch.device) -> list[Verdict]:
         for offload, delay in itertools.product(OFFLOADS, DELAYS if device.type == "cuda" else DELAYS[:2]):
             verdicts.append(_compare(reference, precision, offload, delay, device))
             print(verdicts[-1], flush=True)
+        if precision == "fp32":  # without an engine there are no masters
+            for offload in OFFLOADS:
+                verdicts.append(_compare(reference, precision, offload, BARE, device))
+                print(verdicts[-1], flush=True)
     return verdicts
 
 
@@ -116,7 +121,10 @@ def _sharded(precision: str, offload: str, delay: str, device: torch.device) -> 
         model = _model(device)
         if delay == "slow operators":
             _delay(model, device)
-        engine = zp.Engine(model, torch.optim.AdamW(model.parameters(), **optimizer_settings()), config)
+        optimizer = torch.optim.AdamW(model.parameters(), **optimizer_settings())
+        if delay == BARE:
+            return _without_engine(zp.shard(model, config), optimizer, device)
+        engine = zp.Engine(model, optimizer, config)
         losses = []
         for step in range(STEPS):
             loss = engine(_batch(step, device))
@@ -125,6 +133,17 @@ def _sharded(precision: str, offload: str, delay: str, device: torch.device) -> 
             losses.append(loss.item())
         engine.close()
         return losses
+
+
+def _without_engine(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        loss = model(_batch(step, device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 # -- delays

@@ -123,7 +123,8 @@ class _OrderedSum(RelayedSum):
 
 class OrderedTransport(Relay):
     def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> Accumulator:
-        return _OrderedSum(self.inner.accumulator(name, layout, dtype, device), self.lane)
+        made = self.inner.accumulator(name, layout, dtype, device)
+        return _OrderedSum(made, self.lane) if self.name == "collective" else made  # the others have no threads
 
     def gather(self, wanted: Sequence[tuple[Store, torch.Tensor]]) -> None:
         self.lane.hand_over(frame for _, frame in wanted)

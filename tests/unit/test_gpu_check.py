@@ -41,14 +41,16 @@ def test_all_of_it_on_processors(tmp_path: Path) -> None:
     done = _run("--device", "cpu", "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["correctness"]
-    assert len({(one["precision"], one["offload"], one["delay"]) for one in found}) == 3 * 2 * 2
+    assert len({(one["precision"], one["offload"], one["delay"]) for one in found}) == 3 * 2 * 2 + 2
     assert all(one["right"] for one in found)
 
 
 @pytest.mark.parametrize("offload", ["none", "host"])
 def test_training_is_that_of_plain_torch(correctness: ModuleType, offload: str) -> None:
-    verdict = correctness._compare(correctness._plain("fp32", CPU), "fp32", offload, "slow operators", CPU)
-    assert verdict.right, str(verdict)
+    reference = correctness._plain("fp32", CPU)
+    for delay in ("slow operators", correctness.BARE):
+        verdict = correctness._compare(reference, "fp32", offload, delay, CPU)
+        assert verdict.right, str(verdict)
 
 
 def test_a_copy_that_was_not_waited_for_is_seen(correctness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

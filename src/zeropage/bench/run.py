@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from zeropage.bench.disk import measure_disk
 from zeropage.bench.expect import Expected, Move, Rates, expect
 from zeropage.bench.ranks import ask_ranks
 from zeropage.bench.report import Findings, Rate
-from zeropage.bench.settings import Settings
+from zeropage.bench.settings import Settings, cores
 from zeropage.transport.probe import TransportVerdict, probe_transports
 
 __all__ = ["measure"]
@@ -33,7 +31,7 @@ def measure(settings: Settings) -> Findings:
     rates = Rates(layers, found["optimizer_ns"])
     return Findings(
         torch=torch.__version__,
-        cores=len(os.sched_getaffinity(0)),
+        cores=cores(),
         ranks=settings.ranks,
         threads=settings.threads,
         transports=verdicts,

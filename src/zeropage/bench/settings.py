@@ -15,7 +15,7 @@ from zeropage.config import MIB
 from zeropage.errors import ConfigError, OutOfMemoryError
 from zeropage.memory.host import available_bytes
 
-__all__ = ["DTYPES", "Settings", "default_ranks"]
+__all__ = ["DTYPES", "Settings", "cores", "default_ranks"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -24,9 +24,14 @@ _FULL_COPIES = 3  # of the largest unit: the gradient or the frame, what is on i
 _OWN_BYTES = 400 * MIB  # of a rank: Python, the libraries, and what the other measurements take
 
 
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def default_ranks() -> int:
-    """One for each core that this process may use, eight at most."""
-    return min(_MOST_RANKS, len(os.sched_getaffinity(0)))
+    """One for each core, eight at most."""
+    return min(_MOST_RANKS, cores())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class Settings:
     @property
     def threads(self) -> int:
         """Threads of each rank: the cores are shared out."""
-        return max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        return max(1, cores() // self.ranks)
 
     def job(self, transports: tuple[str, ...]) -> dict[str, Any]:
         """What a rank is told (JSON)."""

@@ -273,7 +273,11 @@ class CudaLane:
     def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
         handed = [tensor for tensor in tensors if tensor.numel() and self.serves(tensor.device)]
         for tensor in handed:
-            self._follow_readers(torch.cuda.default_stream(tensor.device), tensor)
+            default = torch.cuda.default_stream(tensor.device)
+            if self._streams(tensor.device) == [default]:  # the usual program: it is in order by itself
+                self._readers.pop(tensor.data_ptr(), None)
+            else:
+                self._follow_readers(default, tensor)
         for device in list(self._program):
             default = torch.cuda.default_stream(device)
             for stream in self._streams(device):
