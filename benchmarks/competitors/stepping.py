@@ -5,54 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import zeropage as zp
 from benchmarks.competitors.base import Job, optimizer_settings
 from benchmarks.competitors.plain import Masters
+from zeropage.bench.stepping import CLIP, WIDTH, Stepping, Weights, gradient
 
 __all__ = ["NUMEL", "Torch", "Zeropage"]
 
-_COUNT, _WIDTH = 48, 1024
-NUMEL = _COUNT * _WIDTH**2
-_CLIP = 1.0
+_COUNT = 48
+NUMEL = _COUNT * WIDTH**2
 
 
-class _Weights(nn.Module):
-    """Square matrices; the loss is a product with constants, so that backward hands these out as gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(_WIDTH, _WIDTH) for _ in range(_COUNT))
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        return torch.stack([(weight * gradient).sum() for weight in self.weights]).sum()
-
-
-def _gradient(index: int) -> Tensor:
-    return torch.randn(_WIDTH, _WIDTH, generator=torch.Generator().manual_seed(index)).bfloat16()
-
-
-class Zeropage:
+class Zeropage(Stepping):
     def __init__(self, job: Job, **settings: Any) -> None:
-        torch.manual_seed(0)
-        with zp.init({"precision": "bf16", "clip_grad_norm": _CLIP} | settings):
-            model = _Weights()
-        self.engine = zp.Engine(model, torch.optim.AdamW(model.parameters(), fused=True, **optimizer_settings()))
-
-    def prepare(self, index: int) -> None:
-        self.engine.backward(self.engine(_gradient(index)))
-
-    def once(self, index: int) -> float:
-        norm = self.engine.step().grad_norm
-        assert norm is not None
-        return norm
+        super().__init__(_COUNT, {"precision": "bf16"} | settings, optimizer_settings())
 
     def facts(self) -> dict[str, Any]:
         return {}
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 class Torch:
@@ -63,17 +33,17 @@ class Torch:
 
     def __init__(self, job: Job, *, one: bool = False) -> None:
         torch.manual_seed(0)
-        self.model = _Weights().bfloat16()
+        self.model = Weights(_COUNT).bfloat16()
         self.parameters = list(self.model.parameters())
         if one:
             self.parameters = [nn.Parameter(torch.cat([p.detach().flatten() for p in self.parameters]))]
-        self.masters = Masters([(p, 0, p.numel()) for p in self.parameters], _CLIP)
+        self.masters = Masters([(p, 0, p.numel()) for p in self.parameters], CLIP)
 
     def prepare(self, index: int) -> None:
-        gradient = _gradient(index)
+        one = gradient(index).bfloat16()
         for parameter in self.parameters:
-            parts = parameter.numel() // gradient.numel()
-            parameter.grad = gradient.flatten().repeat(parts).view_as(parameter)
+            parts = parameter.numel() // one.numel()
+            parameter.grad = one.flatten().repeat(parts).view_as(parameter)
 
     def once(self, index: int) -> float:
         self.masters.step()

@@ -41,6 +41,13 @@ class DtypeChoice(str, Enum):
     fp16 = "fp16"
 
 
+class BenchPrecision(str, Enum):
+    """What a step is expected in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 class TransportChoice(str, Enum):
     """How ranks reach each other's slices; `auto` takes the first that can run."""
 
@@ -85,6 +92,43 @@ def env(
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
         Console().print(environment.render(found))
+
+
+@app.command()
+def bench(
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks to start; the number of cores, at most 8, if absent.")
+    ] = None,
+    parameters: Annotated[float, typer.Option(help="Parameters of the model whose step time is expected.")] = 1e9,
+    tokens: Annotated[int, typer.Option(help="Its tokens, of one rank in one step.")] = 2048,
+    precision: Annotated[BenchPrecision, typer.Option(help="Its precision.")] = BenchPrecision.bf16,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activations are computed again.")] = False,
+    folder: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = Path("."),
+    disk_size: Annotated[str, typer.Option(help="What is written there, at most.")] = "1GiB",
+    sizes: Annotated[str, typer.Option(help="Units that are gathered and reduced.")] = "1MiB,16MiB,128MiB",
+    seconds: Annotated[float, typer.Option(help="How long each figure is measured.")] = 0.3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Measure this machine: collectives, memory, disk, arithmetic; and the step time to expect of a model."""
+    from zeropage import bench as machine  # torch.distributed and the engine are wanted by few commands
+    from zeropage.bench.expect import Model
+    from zeropage.bench.settings import default_ranks
+    from zeropage.weights.plan import size_of
+
+    with _errors_as_text(), Console(stderr=True).status("measuring, about half a minute ..."):
+        settings = machine.Settings(
+            ranks=default_ranks() if ranks is None else ranks,
+            sizes=tuple(size_of(size, "--sizes") for size in sizes.split(",")),
+            seconds=seconds,
+            folder=folder,
+            disk_bytes=size_of(disk_size, "--disk-size"),
+            model=Model(parameters, tokens, precision.value, checkpointing),
+        )
+        found = machine.measure(settings)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        Console().print(machine.render(found))
 
 
 @app.command()

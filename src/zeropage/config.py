@@ -86,8 +86,9 @@ class LossScaleConfig(_Section):
 
 
 class OffloadConfig(_Section):
-    """Where shards live that there is no room for. In this version "host" has no effect, and says so on a device: on a
-    host without one everything is there already."""
+    """Where shards live that there is no room for. On a CUDA device "host" takes effect for both at once: slices, sums
+    of gradients, masters and states lie in host memory together, and the optimizer steps there. On a CPU everything
+    is there already; other devices have no such way, and say so."""
 
     parameters: OffloadTarget = "none"
     """Where the parameter shards live: "none" is on the device of the parameter, "disk" in files of `folder`."""
@@ -148,8 +149,9 @@ class Config(_Section):
     """Whether pages that the last steps predict are gathered before they are asked for."""
 
     offload: OffloadConfig = OffloadConfig()
-    """Where shards live that there is no room for. In this version "host" has no effect, and says so on a device: on a
-    host without one everything is there already."""
+    """Where shards live that there is no room for. On a CUDA device "host" takes effect for both at once: slices, sums
+    of gradients, masters and states lie in host memory together, and the optimizer steps there. On a CPU everything
+    is there already; other devices have no such way, and say so."""
 
     transport: TransportName = "auto"
     """How ranks exchange slices: "auto" is "local" for one rank, "shared" for ranks on one host with

@@ -21,13 +21,16 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from zeropage.config import Config
 from zeropage.errors import AdoptionError, ConfigError, OutOfMemoryError
 from zeropage.gradients import Gradients
+from zeropage.hosted import HostedTransport
 from zeropage.layout import Layout
+from zeropage.memory.device import Lane, open_lane
 from zeropage.memory.disk import rounded
 from zeropage.memory.host import available_bytes
 from zeropage.pager import Pager
+from zeropage.relay import OrderedTransport
 from zeropage.steps import StepHooks
 from zeropage.tensor import PagedTensor, check_parameter
-from zeropage.transport import find_group, open_transport
+from zeropage.transport import Group, Transport, find_group, open_transport
 from zeropage.watch import Watcher, can_be_paged, storage_key
 
 __all__ = ["Space", "init", "pagers_of", "shard", "space_of"]
@@ -41,13 +44,14 @@ _M = TypeVar("_M", bound=nn.Module)
 class Space:
     """Everything that serves the pages of one `init` or `shard` call."""
 
-    def __init__(self, config: Config, group: object, *, on_cpu: bool) -> None:
-        if not on_cpu and "host" in (config.offload.parameters, config.offload.optimizer):
-            _log.warning("offload to 'host' has no effect on a device yet: shards and optimizer states stay there")
+    def __init__(self, config: Config, group: object, device: torch.device) -> None:
+        """`device`: where the parameters are, of several the one that computes."""
+        on_cpu = device.type in ("cpu", "meta")
         if "disk" in (config.offload.parameters, config.offload.optimizer):
             _check_disk_is_possible(on_cpu=on_cpu)
         self.group = find_group(group, config.timeout_s)
-        self.pager = Pager(open_transport(config, self.group, on_cpu=on_cpu), config)
+        lane = open_lane(device)
+        self.pager = Pager(_transport_for(device, lane, config, self.group), config, lane)
         self.gradients = Gradients(self.pager)
         self.steps = StepHooks(self.pager)
         self.watcher = Watcher(self.pager)
@@ -83,8 +87,7 @@ class init:
         self._space: Space | None = None
 
     def __enter__(self) -> init:
-        device = torch.get_default_device().type
-        self._space = Space(self._config, self._group, on_cpu=device in ("cpu", "meta"))
+        self._space = Space(self._config, self._group, torch.get_default_device())
         if self._config.seed is not None:
             torch.manual_seed(self._config.seed)
         self._space.watcher.open()
@@ -125,7 +128,8 @@ def shard(model: _M, config: ConfigLike = None, group: object = None) -> _M:
     if known and config is None and group is None:
         space = space_of(known[0])
     else:
-        space = Space(settings, group, on_cpu=all(p.device.type in ("cpu", "meta") for _, p in plain))
+        apart = [p.device for _, p in plain if p.device.type not in ("cpu", "meta")]
+        space = Space(settings, group, apart[0] if apart else torch.device("cpu"))
     _check_room(plain, space.pager)
     space.watcher.page_module(model)
     return model
@@ -164,6 +168,19 @@ def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
                 )
 
 
+def _transport_for(device: torch.device, lane: Lane, config: Config, group: Group) -> Transport:
+    """How pages on `device` are moved; with slices in host memory if anything is offloaded there (collective)."""
+    hosts = "host" in (config.offload.parameters, config.offload.optimizer)
+    if not lane.serves(device):
+        on_cpu = device.type in ("cpu", "meta")
+        if hosts and not on_cpu:
+            _log.warning("offload to 'host' has no effect on %s: shards and optimizer states stay there", device)
+        return open_transport(config, group, on_cpu=on_cpu)
+    if hosts:
+        return HostedTransport(open_transport(config, group, on_cpu=True), lane, config.bucket_bytes)
+    return OrderedTransport(open_transport(config, group, on_cpu=False), lane)
+
+
 def _check_disk_is_possible(*, on_cpu: bool) -> None:
     if not on_cpu:
         raise ConfigError(
@@ -194,7 +211,7 @@ def _slice_bytes(named: list[tuple[str, nn.Parameter]], pager: Pager) -> list[in
     return [
         Layout(parameter.numel(), pager.transport.world).chunk * parameter.element_size()
         for _, parameter in named
-        if parameter.device.type in ("cpu", "meta")
+        if parameter.device.type in ("cpu", "meta") or isinstance(pager.transport, HostedTransport)
     ]
 
 

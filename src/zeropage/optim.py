@@ -141,7 +141,7 @@ class ShardedOptimizer:
     def room(self, page: Page, dtype: torch.dtype, name: str) -> PagedTensor:
         """A state or a master of `page`, cut like it, whose values are undefined."""
         low, high = page.bounds
-        return over_slice(torch.empty(high - low, dtype=dtype, device=page.spec.device), page, name)
+        return over_slice(torch.empty(high - low, dtype=dtype, device=page.store.slice.device), page, name)
 
     def forget(self) -> None:
         """Let go of all state."""

@@ -23,6 +23,7 @@ from zeropage.config import Config
 from zeropage.errors import DivergenceError, OffloadError, UninitializedPageError
 from zeropage.layout import Layout
 from zeropage.memory.addresses import Addresses
+from zeropage.memory.device import HostLane, Lane
 from zeropage.memory.disk import Disk, DiskSlice
 from zeropage.memory.host import Store, allocate, holders
 from zeropage.page import CastNode, Page, Spec
@@ -64,9 +65,10 @@ class _Frame:
 class Pager:
     """The resident set of one sharded model on one rank, and its write batches."""
 
-    def __init__(self, transport: Transport, config: Config) -> None:
+    def __init__(self, transport: Transport, config: Config, lane: Lane | None = None) -> None:
         self.transport = transport
         self.config = config
+        self.lane = HostLane() if lane is None else lane
         self.disk = self._open_disk()
         self.counters = Counters()
         self.step = StepScope()
@@ -309,7 +311,7 @@ class Pager:
         for page in pages:
             frame = self._frames.pop(page, None)
             if frame is not None:
-                self._bytes -= page.nbytes
+                self._let_go(frame.memory)
                 self._untouched -= 0 if frame.touched else page.nbytes
 
     def _ahead(self, page: Page, room: int, *, least: int = 0) -> list[Page]:
@@ -369,8 +371,7 @@ class Pager:
         """Give free frames back until `nbytes` more fit."""
         for pool in self._free.values():
             while pool and self._bytes + nbytes > self.budget:
-                memory = pool.pop()
-                self._bytes -= memory.numel() * memory.element_size()
+                self._let_go(pool.pop())
 
     def evict(self, page: Page) -> None:
         """Drop the frame of `page`, if it has one, and every view of it."""
@@ -389,7 +390,7 @@ class Pager:
             if frame.arrival is None or frame.arrival.here:
                 self._recycle(frame.memory)
             else:  # a message may still arrive in it
-                self._bytes -= page.nbytes
+                self._let_go(frame.memory)
 
     def evict_all(self) -> None:
         with self._lock:
@@ -402,7 +403,7 @@ class Pager:
                     cast.drop()
             for pool in self._free.values():
                 for memory in pool:
-                    self._bytes -= memory.numel() * memory.element_size()
+                    self._let_go(memory)
             self._free.clear()
 
     def _recycle(self, memory: torch.Tensor) -> None:
@@ -412,12 +413,18 @@ class Pager:
         does not declare. The count of a storage's holders tells: a frame with other holders is left to them.
         """
         if holders(memory) > 1:
-            self._bytes -= memory.numel() * memory.element_size()
+            self._let_go(memory)
             return
         if self.config.poison_frames:
             _poison(memory)
+        self.lane.retire(memory)
         key = (memory.dtype, memory.device, memory.numel())
         self._free.setdefault(key, []).append(memory)
+
+    def _let_go(self, memory: torch.Tensor) -> None:
+        """A frame is none any more."""
+        self._bytes -= memory.numel() * memory.element_size()
+        self.lane.leave(memory)
 
     def _grow(self, nbytes: int) -> None:
         self._bytes += nbytes

@@ -30,7 +30,8 @@ class StepResult:
 class MemoryReport:
     """Bytes on this rank, in memory or on disk (`by_device` tells).
 
-    `frames` are gathered copies alive now, `peak_frames` the most there ever were.
+    `frames` are gathered copies alive now, `peak_frames` the most there ever were. `allocators` is what those of the
+    devices say of everything in them, activations too: bytes of "cuda:0 allocated", "cuda:0 peak", "cuda:0 reserved".
     """
 
     parameters: int
@@ -39,6 +40,7 @@ class MemoryReport:
     frames: int
     peak_frames: int
     by_device: Mapping[str, int] = field(default_factory=dict)
+    allocators: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -53,7 +55,7 @@ class MemoryReport:
             own, summed = record.page.store.nbytes, record.gradient_bytes
             parameters += own
             gradients += summed
-            device = str(record.page.spec.device)
+            device = str(record.page.store.slice.device)
             place = "disk" if isinstance(record.page.store.slice, DiskSlice) else device
             by_device[device] = by_device.get(device, 0) + summed
             by_device[place] = by_device.get(place, 0) + own
@@ -68,4 +70,5 @@ class MemoryReport:
             frames=sum(pager.resident_bytes for pager in pagers),
             peak_frames=sum(pager.counters.peak_resident_bytes for pager in pagers),
             by_device=by_device,
+            allocators={name: nbytes for pager in pagers for name, nbytes in pager.lane.memory().items()},
         )

@@ -115,6 +115,9 @@ def shard_state(value: torch.Tensor, page: Page, name: str) -> PagedTensor:
 
 
 def over_slice(part: torch.Tensor | DiskSlice, page: Page, name: str) -> PagedTensor:
-    """A paged tensor of `page`'s shape over this rank's slice of it."""
+    """A paged tensor of `page`'s shape over this rank's slice of it, where the slices of `page` are."""
+    home = page.store.slice.device
+    if isinstance(part, torch.Tensor) and part.device != home:
+        part = part.to(home)
     spec = Spec(page.spec.shape, page.spec.stride, 0, None, part.dtype, torch.strided, part.device)
     return over(page.pager.private_page(name, spec, part))

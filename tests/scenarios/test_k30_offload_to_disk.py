@@ -287,7 +287,7 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path) -> None:
 
 def test_parameters_on_a_device_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in host memory"):
-        Space(Config.of(_offload(tmp_path, BOTH)), None, on_cpu=False)
+        Space(Config.of(_offload(tmp_path, BOTH)), None, torch.device("cuda"))
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from zeropage.config import Config, LossScaleConfig, OffloadConfig
@@ -147,7 +148,7 @@ def test_every_setting_is_described(section):
 
 def test_offload_that_has_no_effect_says_so(caplog: pytest.LogCaptureFixture) -> None:
     config = Config(offload={"optimizer": "host"})
-    Space(config, None, on_cpu=True).close()
+    Space(config, None, torch.device("cpu")).close()
     assert caplog.messages == []
-    Space(config, None, on_cpu=False).close()
-    assert ["no effect on a device" in message for message in caplog.messages] == [True]
+    Space(config, None, torch.device("xpu")).close()
+    assert ["no effect on xpu" in message for message in caplog.messages] == [True]

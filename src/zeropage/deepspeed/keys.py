@@ -145,7 +145,7 @@ KEYS: Mapping[str, Key] = {
     # -- ZeRO
     "zero_optimization.stage": _honoured("0, 1, 2 or 3: below 3, gathered parameters are not evicted"),
     "zero_optimization.offload_param.device": _honoured(
-        "cpu, where all is there; on a GPU a warning, for it stays there; nvme, for a model on CPUs"
+        "cpu, where either of the two means both; nvme, for a model on CPUs"
     ),
     "zero_optimization.offload_param.nvme_path": _honoured("the folder for nvme"),
     "zero_optimization.offload_param.buffer_count": _silent(_NO_BUFFERS),
@@ -155,7 +155,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "zero_optimization.offload_param.pin_memory": _silent("it tunes transfers to a device"),
     "zero_optimization.offload_optimizer.device": _honoured(
-        "cpu, where all is there; on a GPU a warning, for it stays there; nvme, for a model on CPUs"
+        "cpu, where either of the two means both; nvme, for a model on CPUs"
     ),
     "zero_optimization.offload_optimizer.nvme_path": _honoured("the folder for nvme"),
     "zero_optimization.offload_optimizer.buffer_count": _silent(_NO_BUFFERS),

@@ -42,13 +42,19 @@ def cut(tensor: torch.Tensor, like: Node) -> torch.Tensor:
             _check_written(tensor._node.page)
             return tensor._node.page.own()
         tensor = plain(tensor)
-    if tensor.dim() == 0:
-        return tensor
     page = like.page
+    if tensor.dim() == 0:
+        return _at_home(tensor, page)
     if like is page:
-        return page.slice_of(tensor)
+        return _at_home(page.slice_of(tensor), page)
     low, high = page.bounds
-    return tensor.expand(like.spec.shape).reshape(-1)[low:high]
+    return _at_home(tensor.expand(like.spec.shape).reshape(-1)[low:high], page)
+
+
+def _at_home(part: torch.Tensor, page: Page) -> torch.Tensor:
+    """Where the slices of `page` are; a number on the host goes with tensors anywhere."""
+    home = page.store.slice.device
+    return part if part.device == home or (part.dim() == 0 and part.device.type == "cpu") else part.to(home)
 
 
 def _check_written(page: Page) -> None:

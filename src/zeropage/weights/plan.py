@@ -86,19 +86,19 @@ def _index(files: list[FilePlan], total: int) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def size_of(size: int | str) -> int:
-    """Bytes of "5GB" (10^9), "512MiB" (2^20) or a number.
+def size_of(size: int | str, name: str = "max_shard_size") -> int:
+    """Bytes of "5GB" (10^9), "512MiB" (2^20) or a number; `name` is what errors call it.
 
     Raises:
         ConfigError: it cannot be read, or is not positive.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", str(size).strip().upper())
     if found is None or (found[2] or "").removesuffix("B") in ("I", "TI"):
-        raise ConfigError(f'max_shard_size={size!r} cannot be read; write a number of bytes, or "5GB", "512MiB"')
+        raise ConfigError(f'{name}={size!r} cannot be read; write a number of bytes, or "5GB", "512MiB"')
     unit = found[2] or ""
     nbytes = int(float(found[1]) * _UNITS["" if unit == "B" else unit])
     if nbytes < 1:
-        raise ConfigError(f"max_shard_size={size!r} must be at least one byte")
+        raise ConfigError(f"{name}={size!r} must be at least one byte")
     return nbytes
 
 
