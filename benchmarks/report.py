@@ -34,7 +34,14 @@ def machine() -> dict[str, Any]:
         "memory": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "python": platform.python_version(),
-    } | {name: importlib.metadata.version(name) for name in _PACKAGES}
+    } | {name: _version(name) for name in _PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def markdown(case: Case, outcomes: Sequence[Outcome]) -> str:

@@ -125,8 +125,8 @@ def initialise(blanks: list[Blank]) -> None:
         persistent = [_key(blank.prefix, name) for name in left if name not in blank.module._non_persistent_buffers_set]
         if persistent:
             raise CheckpointError(
-                f"{persistent} are not in the file, and the initialisation of {type(blank.module).__name__} leaves them "
-                f"out. Initialise {blank.prefix or 'the model'!r} yourself before loading."
+                f"{persistent} are not in the file, and the initialisation of {type(blank.module).__name__} leaves "
+                f"them out. Initialise {blank.prefix or 'the model'!r} yourself before loading."
             )
 
 
