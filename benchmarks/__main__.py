@@ -55,22 +55,29 @@ def main() -> None:
     if "b8" in options.pieces and not model.exists():
         write_model(model)
     timed = [piece for piece in options.pieces if piece in PIECES]
-    for case in (case for piece in timed for case in PIECES[piece](model) if options.only in case.name):
-        chosen = _chosen(case, options.competitors)
+    cases = [case for piece in timed for case in PIECES[piece](model) if options.only in case.name]
+    names = options.competitors.split(",") if options.competitors else []
+    competitors = [c for case in cases for c in case.competitors]
+    known = dict.fromkeys(c.name for c in competitors + (training.COMPETITORS if "b4" in options.pieces else []))
+    if set(names) - set(known):
+        parser.error(f"there is no competitor {', '.join(set(names) - set(known))}; there are {', '.join(known)}")
+    for case in cases:
+        chosen = _chosen(case, names)
+        if not chosen.competitors:
+            continue
         with tempfile.TemporaryDirectory() as logs:
             outcomes = alternate(chosen, options.repeats, Path(logs), extensions, options.minutes)
         _write(options.out, chosen, outcomes)
         print(markdown(chosen, outcomes), flush=True)
     if "b4" in options.pieces:
-        _memory(options, extensions)
+        _memory(options, extensions, names)
     _write_all(options.out)
 
 
-def _memory(options: argparse.Namespace, extensions: Path) -> None:
+def _memory(options: argparse.Namespace, extensions: Path, names: list[str]) -> None:
     for job in memory.cases():
         if options.only not in f"B4 {job['model']}":
             continue
-        names = options.competitors.split(",") if options.competitors else None
         saved = memory.activations(job)
         with tempfile.TemporaryDirectory() as logs:
             held = memory.measure(job, 2, min(2, options.repeats), Path(logs), extensions, names)
@@ -80,9 +87,8 @@ def _memory(options: argparse.Namespace, extensions: Path) -> None:
         print(text, flush=True)
 
 
-def _chosen(case: Case, names: str) -> Case:
-    wanted = names.split(",") if names else [competitor.name for competitor in case.competitors]
-    return Case(**{**vars(case), "competitors": [c for c in case.competitors if c.name in wanted]})
+def _chosen(case: Case, names: list[str]) -> Case:
+    return Case(**{**vars(case), "competitors": [c for c in case.competitors if not names or c.name in names]})
 
 
 def _write(folder: Path, case: Case, outcomes: list[Outcome]) -> None:

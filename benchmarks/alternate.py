@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import psutil
 
 from benchmarks.fleet import Competitor, Fleet, FleetError, Window, end_all
 
-__all__ = ["Case", "Outcome", "alternate", "gate"]
+__all__ = ["Case", "Outcome", "alternate", "gate", "to_end"]
+
+_USED = 0.85  # of the memory that is available may be taken
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,12 @@ class Outcome:
 def alternate(case: Case, repeats: int, folder: Path, extensions: Path, minutes: float = float("inf")) -> list[Outcome]:
     """Run the case; begin no new round after so many minutes.
 
-    Ranks stay alive between their windows as far as memory allows; the rest start anew each time.
+    Ranks stay alive between their windows as far as memory allows; the rest start anew each time. How much is
+    available is looked at before every turn: ranks grow, and other programs come.
     """
     outcomes = {c.name: Outcome(c.name, c.gated) for c in case.competitors}
     alive: dict[str, Fleet] = {}
-    staying, began = _those_that_fit(case), time.monotonic()
+    began = time.monotonic()
     try:
         for _ in range(repeats):
             if time.monotonic() - began > 60 * minutes:
@@ -74,7 +77,9 @@ def alternate(case: Case, repeats: int, folder: Path, extensions: Path, minutes:
                 if outcome.problem:
                     continue
                 try:
-                    _one_turn(case, competitor, outcome, alive, folder, extensions, stays=competitor.name in staying)
+                    if competitor.name not in alive:
+                        _make_room(case, competitor, alive)
+                    _one_turn(case, competitor, outcome, alive, folder, extensions)
                 except FleetError as error:
                     outcome.problem = str(error)
                     alive.pop(competitor.name, None)
@@ -92,25 +97,17 @@ def _one_turn(
     alive: dict[str, Fleet],
     folder: Path,
     extensions: Path,
-    *,
-    stays: bool,
 ) -> None:
-    fleet = alive.pop(competitor.name, None)
+    fleet = alive.get(competitor.name)
     if fleet is None:
-        fleet = Fleet(competitor, case.world, folder, extensions)
+        fleet = alive[competitor.name] = Fleet(competitor, case.world, folder, extensions)
         outcome.open_s = fleet.open(case.job)
-    if stays:
-        alive[competitor.name] = fleet
-    try:
-        # the first window of new ranks also warms up what an optimizer or an allocator makes once
-        window = fleet.window(case.steps, warm_up=case.warm_up + (fleet.done == 0), together=case.together)
-        for done in (fleet.warm, window):
-            _keep_losses(outcome, done)
-        outcome.windows.append(window)
-        outcome.facts = fleet.tell("facts")
-    finally:
-        if not stays:
-            fleet.end()
+    # the first window of new ranks also warms up what an optimizer or an allocator makes once
+    window = fleet.window(case.steps, warm_up=case.warm_up + (fleet.done == 0), together=case.together)
+    for done in (fleet.warm, window):
+        _keep_losses(outcome, done)
+    outcome.windows.append(window)
+    outcome.facts = fleet.tell("facts")
     others = f"{window.others:4.0%} of the machine to others"
     print(
         f"{time.strftime('%H:%M:%S')}  {case.name:28} {competitor.name:22} {outcome.seconds()[-1]:9.4f} s  "
@@ -151,16 +148,25 @@ def gate(case: Case, outcomes: list[Outcome]) -> None:
                     )
 
 
-def _those_that_fit(case: Case) -> set[str]:
-    """Names of the competitors that may stay alive together, the smallest first."""
-    room = psutil.virtual_memory().available * 0.85
-    sizes = {c.name: case.nbytes * c.size for c in case.competitors}
-    if sum(sizes.values()) <= room:
-        return set(sizes)
-    staying: set[str] = set()
-    left = room - max(sizes.values())  # for the one that comes and goes
-    for name in sorted(sizes, key=lambda name: sizes[name]):
-        if sizes[name] <= left:
-            staying.add(name)
-            left -= sizes[name]
-    return staying
+def _make_room(case: Case, competitor: Competitor, alive: dict[str, Fleet]) -> None:
+    """End ranks that stayed alive until those of `competitor` fit."""
+    held = {name: fleet.memory() for name, fleet in alive.items()}
+    wanted, available = int(case.nbytes * competitor.size), psutil.virtual_memory().available
+    ending = to_end(held, wanted, available)
+    end_all([alive.pop(name) for name in ending])
+    available += sum(held[name] for name in ending)
+    if wanted > available:
+        raise FleetError(
+            f"{competitor.name}: not run, it takes about {wanted / 1e9:.1f} GB and {available / 1e9:.1f} are available"
+        )
+
+
+def to_end(held: Mapping[str, int], wanted: int, available: int) -> list[str]:
+    """Which of those that hold so many bytes must end before another one takes `wanted`: the largest first."""
+    ending: list[str] = []
+    for name in sorted(held, key=lambda name: -held[name]):
+        if wanted <= available * _USED:
+            break
+        ending.append(name)
+        available += held[name]
+    return ending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.competitors.base import Job, optimizer_settings
 
-__all__ = ["DeepSpeed", "Reading", "Zeropage", "write_model"]
+__all__ = ["DeepSpeed", "Keeping", "Reading", "Zeropage", "ZeropagePretrained", "write_model"]
 
 _TOKENS = 16
 
@@ -72,7 +73,7 @@ class _Loading:
 
 
 class Reading(_Loading):
-    """Rank 0 reads the bytes once; the others wait."""
+    """Rank 0 reads the bytes once, and keeps none; the others wait."""
 
     def once(self, index: int) -> None:
         if self.rank == 0:
@@ -84,15 +85,35 @@ class Reading(_Loading):
         dist.barrier()
 
 
+class Keeping(_Loading):
+    """Each rank reads its part of the bytes into memory that nobody has touched before, as whoever keeps them must."""
+
+    def once(self, index: int) -> None:
+        self.held = []
+        for path in sorted(self.folder.glob("*.safetensors")):
+            part = path.stat().st_size // self.world
+            memory = mmap.mmap(-1, part)
+            with path.open("rb", buffering=0) as file:
+                file.seek(part * self.rank)
+                room = memoryview(memory)
+                while room:
+                    room = room[file.readinto(room) :]
+            self.held.append(memory)
+        dist.barrier()
+
+    def close(self) -> None:
+        self.held = []
+
+
 class Zeropage(_Loading):
     def model(self) -> torch.nn.Module:
         from transformers import LlamaForCausalLM
 
         import zeropage as zp
 
-        with zp.init():
+        with torch.device("meta"):
             model = LlamaForCausalLM(config())
-        zp.load_safetensors(model, self.folder)
+        zp.load_safetensors(zp.shard(model), self.folder)
         return model
 
     def once(self, index: int) -> float | None:

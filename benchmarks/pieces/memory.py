@@ -44,11 +44,11 @@ def cases() -> list[dict[str, Any]]:
 
 
 def measure(
-    job: dict[str, Any], world: int, repeats: int, folder: Path, extensions: Path, names: Sequence[str] | None = None
+    job: dict[str, Any], world: int, repeats: int, folder: Path, extensions: Path, names: Sequence[str] = ()
 ) -> list[Held]:
     """One competitor after the other, each alone and started `repeats` times. `names`: some of them only."""
     found = []
-    for competitor in (c for c in COMPETITORS if names is None or c.name in names):
+    for competitor in (c for c in COMPETITORS if not names or c.name in names):
         held = Held(competitor.name)
         for _ in range(repeats):
             try:

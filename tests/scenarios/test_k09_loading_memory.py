@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from unittest import TestCase
 
 import pytest
 import torch
@@ -223,6 +224,49 @@ def test_not_strict(transport: str, world: int, tmp_path: Path) -> None:
     state["norm.beta"] = state.pop("norm.bias")
     save_file(state, tmp_path / "model.safetensors")
     run(world, _partly, transport, tmp_path)
+
+
+class _Rotary(nn.Module):
+    """A weight in the file, and tables that are in no file."""
+
+    def __init__(self, *, complete: bool) -> None:
+        super().__init__()
+        self.complete = complete
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("angles", torch.empty(3, dtype=torch.complex64), persistent=False)
+        self.register_buffer("places", torch.empty(5, dtype=torch.long), persistent=False)
+        self.register_buffer("mask", torch.empty(2, dtype=torch.bool), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        self.angles.copy_(torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.mask = torch.zeros(2, dtype=torch.bool)  # another object
+        if self.complete:
+            self.places.data.copy_(torch.arange(5))  # moves no version
+
+
+def _with_tables(transport: str, folder: Path) -> None:
+    with torch.device("meta"):
+        model, partly = _Rotary(complete=True), _Rotary(complete=False)
+    for one in (model, partly):
+        zp.shard(one, {"transport": transport})
+    assert zp.load_safetensors(model, folder).missing_keys == []
+    same(torch.arange(4.0), model.weight, exact=True)
+    for name, buffer in _Rotary(complete=True).named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    for _ in range(2):  # what was left out does not pass for filled the second time
+        with TestCase().assertLogs("zeropage", "WARNING") as told:
+            zp.load_safetensors(partly, folder)
+        assert "the buffers places are on the meta device" in told.output[0]
+        assert partly.places.is_meta and torch.equal(partly.angles, model.angles)
+        same(torch.arange(4.0), partly.weight, exact=True)
+
+
+@everywhere
+def test_buffers_that_no_file_holds(transport: str, world: int, tmp_path: Path) -> None:
+    save_file({"weight": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    run(world, _with_tables, transport, tmp_path)
 
 
 def _breaks_in_the_middle(folder: Path) -> None:

@@ -207,6 +207,29 @@ def test_load_safetensors_reports_the_same(transport: str, kind: str, tmp_path: 
     run(2, _from_meta, transport, kind, tmp_path)
 
 
+def _whole_from_meta(transport: str, kind: str, folder: Path) -> None:
+    """With the tables that no file holds: rotary frequencies, numbers of positions."""
+    plain = type(_model(kind)).from_pretrained(folder).eval()
+    with torch.device("meta"):
+        model = type(plain)(plain.config)
+    zp.shard(model, {"transport": transport})
+    assert zp.load_safetensors(model, folder).missing_keys == []
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    tokens = torch.arange(2, 14).view(2, 6)
+    inputs = {"input_ids": tokens} | ({"pixel_values": torch.ones(2, 3, 8, 8)} if kind == "clip" else {})
+    for got, right in zip(model.eval()(**inputs).to_tuple(), plain(**inputs).to_tuple(), strict=True):
+        if isinstance(right, torch.Tensor):
+            assert torch.equal(got, right)
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow), "clip"])
+@pytest.mark.parametrize("transport", ["shared", "collective"])
+def test_a_whole_model_from_meta(transport: str, kind: str, tmp_path: Path) -> None:
+    plain_copy(lambda: _model(kind)).save_pretrained(tmp_path)
+    run(2, _whole_from_meta, transport, kind, tmp_path)
+
+
 # -- memory
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.alternate import Case, Outcome, gate
+from benchmarks.__main__ import PIECES
+from benchmarks.alternate import Case, Outcome, gate, to_end
 from benchmarks.fleet import Window
 from benchmarks.measure import ratio, summary
 from benchmarks.report import markdown
@@ -57,3 +60,16 @@ def test_of_two_that_differ_neither_counts() -> None:
     outcomes = [_outcome("a", [1.0], {3: [2.0]}), _outcome("b", [1.0], {3: [2.1]})]
     gate(Case("case", [], {}, world=1, tolerance=1e-5), outcomes)
     assert all("not counted" in outcome.problem for outcome in outcomes)
+
+
+def test_the_largest_end_until_another_one_fits() -> None:
+    held = {"a": 1 << 30, "b": 6 << 30, "c": 3 << 30}
+    assert to_end(held, wanted=4 << 30, available=5 << 30) == []
+    assert to_end(held, wanted=4 << 30, available=4 << 30) == ["b"]  # not all that is free
+    assert to_end(held, wanted=10 << 30, available=4 << 30) == ["b", "c"]
+    assert to_end(held, wanted=90 << 30, available=4 << 30) == ["b", "c", "a"]
+
+
+def test_every_competitor_can_be_named_on_the_command_line() -> None:
+    names = {c.name for piece in PIECES.values() for case in piece(Path("x")) for c in case.competitors}
+    assert names and not [name for name in names if "," in name]

@@ -24,7 +24,7 @@ from zeropage.page import Page
 from zeropage.tensor import PagedTensor
 from zeropage.transport.base import Transport
 from zeropage.transport.local import LocalTransport
-from zeropage.weights.blank import find_blanks, initialise, materialise
+from zeropage.weights.blank import find_blanks, initialise, materialise, warn_of_blanks
 from zeropage.weights.source import Source, find_source
 
 __all__ = ["LoadedWeights", "load_safetensors", "transport_of"]
@@ -52,6 +52,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
     Each rank reads the bytes of its own slices, in pieces of at most 64 MB; buffers and plain parameters are
     read whole on every rank. Values take the dtypes of the model. Names, shapes and the files themselves are
     checked on all ranks before anything changes. Parameters on the meta device get their first values.
+    Buffers there that `state_dict()` leaves out get theirs from the module that has them, as if they were missing;
+    those that no module initialises are named in a warning.
 
     Args:
         model: keys are those of its `state_dict()`.
@@ -76,9 +78,10 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
         _check_targets(targets, source, ready)
         blanks = find_blanks(model, targets, ready, found.missing_keys)
     _agree(transport, source)
-    targets = materialise(model, targets, [*ready, *found.missing_keys])
+    targets = materialise(model, targets, [*ready, *found.missing_keys, *(key for b in blanks for key in b.keys)])
     initialise(blanks)
     _read(model, targets, source, ready, transport)
+    warn_of_blanks(model)
     return found
 
 
