@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -76,8 +77,9 @@ class Fleet:
         """Each rank's answer."""
         for rank in self.ranks:
             assert rank.stdin is not None
-            rank.stdin.write(json.dumps({"do": do} | command) + "\n")
-            rank.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: `_answer` tells
+                rank.stdin.write(json.dumps({"do": do} | command) + "\n")
+                rank.stdin.flush()
         answers = [self._answer(rank) for rank in self.ranks]
         wrong = [answer["error"] for answer in answers if "error" in answer]
         if wrong:
