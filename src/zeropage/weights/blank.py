@@ -120,8 +120,8 @@ def initialise(blanks: list[Blank]) -> None:
     """
     for blank in blanks:
         left = _initialise_one(blank)
-        for name in left:
-            blank.module._buffers[name] = torch.empty_like(blank.module._buffers[name], device="meta")
+        for name, buffer in left.items():
+            blank.module._buffers[name] = torch.empty_like(buffer, device="meta")
         persistent = [_key(blank.prefix, name) for name in left if name not in blank.module._non_persistent_buffers_set]
         if persistent:
             raise CheckpointError(
@@ -130,8 +130,8 @@ def initialise(blanks: list[Blank]) -> None:
             )
 
 
-def _initialise_one(blank: Blank) -> list[str]:
-    """Names of the buffers that were left out."""
+def _initialise_one(blank: Blank) -> dict[str, torch.Tensor]:
+    """The buffers that were left out."""
     module = blank.module
     odd = {name: buffer for name in blank.names if (buffer := module._buffers.get(name)) is not None}
     versions = {name: buffer._version for name, buffer in odd.items()}
@@ -145,7 +145,7 @@ def _initialise_one(blank: Blank) -> list[str]:
         parameters = [module._parameters.get(name) for name in blank.names]
         if not odd and not any(parameter is not None and _without_values(parameter) for parameter in parameters):
             break
-    return [*odd]
+    return odd
 
 
 def warn_of_blanks(model: nn.Module) -> None:
