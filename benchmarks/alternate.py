@@ -67,6 +67,7 @@ def alternate(case: Case, repeats: int, folder: Path, extensions: Path, minutes:
     """
     outcomes = {c.name: Outcome(c.name, c.gated) for c in case.competitors}
     alive: dict[str, Fleet] = {}
+    left_out: dict[str, str] = {}
     began = time.monotonic()
     try:
         for _ in range(repeats):
@@ -76,9 +77,12 @@ def alternate(case: Case, repeats: int, folder: Path, extensions: Path, minutes:
                 outcome = outcomes[competitor.name]
                 if outcome.problem:
                     continue
+                missing = _make_room(case, competitor, alive)
+                if missing:  # for now: the next turn may find room
+                    left_out[competitor.name] = missing
+                    print(missing, file=sys.stderr)
+                    continue
                 try:
-                    if competitor.name not in alive:
-                        _make_room(case, competitor, alive)
                     _one_turn(case, competitor, outcome, alive, folder, extensions)
                 except FleetError as error:
                     outcome.problem = str(error)
@@ -86,6 +90,9 @@ def alternate(case: Case, repeats: int, folder: Path, extensions: Path, minutes:
                     print(error, file=sys.stderr)
     finally:
         end_all(list(alive.values()))
+    for name, missing in left_out.items():
+        if not outcomes[name].windows and not outcomes[name].problem:
+            outcomes[name].problem = missing
     gate(case, list(outcomes.values()))
     return list(outcomes.values())
 
@@ -148,17 +155,18 @@ def gate(case: Case, outcomes: list[Outcome]) -> None:
                     )
 
 
-def _make_room(case: Case, competitor: Competitor, alive: dict[str, Fleet]) -> None:
-    """End ranks that stayed alive until those of `competitor` fit."""
+def _make_room(case: Case, competitor: Competitor, alive: dict[str, Fleet]) -> str:
+    """End ranks that stayed alive until those of `competitor` fit; what is missing if they do not."""
+    if competitor.name in alive:
+        return ""
     held = {name: fleet.memory() for name, fleet in alive.items()}
     wanted, available = int(case.nbytes * competitor.size), psutil.virtual_memory().available
     ending = to_end(held, wanted, available)
     end_all([alive.pop(name) for name in ending])
     available += sum(held[name] for name in ending)
-    if wanted > available:
-        raise FleetError(
-            f"{competitor.name}: not run, it takes about {wanted / 1e9:.1f} GB and {available / 1e9:.1f} are available"
-        )
+    if wanted <= available:
+        return ""
+    return f"{competitor.name}: not run, it takes about {wanted / 1e9:.1f} GB and {available / 1e9:.1f} are available"
 
 
 def to_end(held: Mapping[str, int], wanted: int, available: int) -> list[str]:

@@ -82,13 +82,13 @@ def b8(folder: Path) -> list[Case]:
         Case(
             name=f"B8 load, {'first step included' if train else 'ready to train'}, {'cold' if cold else 'warm'}",
             competitors=[
-                Competitor(name, f"benchmarks.competitors.loading:{work}", options, libraries, gated=gated)
-                for name, work, libraries, gated in (
-                    ("zeropage", "Zeropage", ("zeropage", "transformers"), True),
-                    ("zeropage from_pretrained", "ZeropagePretrained", ("zeropage", "transformers"), True),
-                    ("DeepSpeed", "DeepSpeed", ("deepspeed", "transformers"), True),
-                    ("reading the files", "Reading", (), False),
-                    ("reading to keep", "Keeping", (), False),
+                Competitor(name, f"benchmarks.competitors.loading:{work}", options, libraries, gated=gated, size=size)
+                for name, work, libraries, gated, size in (
+                    ("zeropage", "Zeropage", ("zeropage", "transformers"), True, 1.0),
+                    ("zeropage from_pretrained", "ZeropagePretrained", ("zeropage", "transformers"), True, 1.0),
+                    ("DeepSpeed", "DeepSpeed", ("deepspeed", "transformers"), True, 1.4),
+                    ("reading the files", "Reading", (), False, 0.2),
+                    ("reading to keep", "Keeping", (), False, 0.4),
                 )
                 for options in ({"folder": str(folder), "cold": cold, "train": train},)
             ],

@@ -77,6 +77,9 @@ class init:
     Only the thread that opened the context is watched. Contexts may be nested: modules belong to the
     innermost. Parameters that are registered later in these modules are paged too.
 
+    Under `torch.device("meta")` random values are drawn when the context ends (or when they are read in it), and only
+    those of parameters that got no others by then: a loader that builds a model there draws nothing.
+
     Raises:
         ConfigError: a wrong setting, or a transport that cannot run here.
     """
@@ -91,6 +94,7 @@ class init:
         if self._config.seed is not None:
             torch.manual_seed(self._config.seed)
         self._space.watcher.open()
+        self._space.pager.draws.open()
         return self
 
     def __exit__(
@@ -100,7 +104,9 @@ class init:
         try:
             if error is None:
                 self._space.watcher.check_all_paged()
+                self._space.pager.settle_draws()
         finally:
+            self._space.pager.draws.close()
             self._space.watcher.close()
 
 

@@ -94,6 +94,8 @@ class gather(Edits):
             self._pages = [page for page in self._pages if page.edits is None]  # nested: the outer block keeps them
             for pager in self._pagers():
                 pager.close_batch()
+                if any(not page.written for page in self._pages if page.pager is pager):
+                    pager.settle_draws()
             for page in self._pages:
                 page.settle_casts()
                 self._begin(page)

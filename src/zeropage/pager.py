@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 
 from zeropage.config import Config
+from zeropage.draws import Draws
 from zeropage.errors import DivergenceError, OffloadError, UninitializedPageError
 from zeropage.layout import Layout
 from zeropage.memory.addresses import Addresses
@@ -72,6 +73,7 @@ class Pager:
         self.disk = self._open_disk()
         self.counters = Counters()
         self.step = StepScope()
+        self.draws = Draws(transport.meet)
         self.home = _home()
         self.adopt: Callable[[torch.Tensor], None] = _adopt_nothing  # called for every new parameter over a page
         self.space: object = None  # what serves this pager; set and cleared by its maker
@@ -204,6 +206,8 @@ class Pager:
             if edited is not None:
                 return page.shaped(edited)
         if not page.written:
+            self.settle_draws()
+        if not page.written:
             raise UninitializedPageError(
                 f"{page.name!r} has no values yet: it was made on the meta device. Initialise it (for example with "
                 "module.reset_parameters() or torch.nn.init) or load a checkpoint before it is read."
@@ -215,6 +219,11 @@ class Pager:
             return page.mapped()
         with self._lock, torch.inference_mode(False), torch.no_grad():
             return page.shaped(self._framed(page, in_step).memory)
+
+    def settle_draws(self) -> None:
+        """Make the random writes that wait: a page without values is to be read (collective, if any waits)."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.draws.settle()
 
     def prepare_read_in_step(self) -> None:
         """To be called before a page is read while an optimizer's step may be running.

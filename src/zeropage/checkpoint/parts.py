@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from zeropage.layout import Box
 from zeropage.memory.raw import bytes_of
 from zeropage.page import Page
 
-__all__ = ["PIECE", "Part", "own_parts", "read_part", "runs", "split", "whole_part", "write_part"]
+__all__ = ["PIECE", "Part", "announce_part", "own_parts", "read_part", "runs", "split", "whole_part", "write_part"]
 
 PIECE = 64 << 20
 """Bytes that are read, or converted and written, at a time."""
@@ -101,6 +102,13 @@ def read_part(file: int, dtype: torch.dtype, start: int, part: Part) -> None:
             place += numel * size
         if not here:
             values.copy_(buffer)
+
+
+def announce_part(file: int, dtype: torch.dtype, start: int, part: Part) -> None:
+    """Let the kernel begin to bring a part of one run from the disk, ahead of `read_part`. A hint: nothing waits."""
+    if sys.platform == "linux" and part.box.numel and len(part.shape) == 1:
+        (first, numel) = next(runs(part.shape, part.box))
+        os.posix_fadvise(file, start + first * dtype.itemsize, numel * dtype.itemsize, os.POSIX_FADV_WILLNEED)
 
 
 def write_part(file: int, dtype: torch.dtype, start: int, part: Part) -> None:

@@ -116,9 +116,12 @@ def _page_for(value: torch.Tensor, old: Page) -> Page:
         return node
     if isinstance(node, CastNode) and isinstance(node.source, Page) and node.source.spec.shape == node.spec.shape:
         source = node.source  # every rank converts its own slice
+        if not source.written:
+            pager.settle_draws()
         page = pager.new_page(old.name, source.spec._replace(dtype=node.spec.dtype))
         with torch.no_grad(), pager.writing([page], f"convert {old.name} to {page.dtype}"):
             page.own().copy_(node.convert(source.own()))
+        page.written = source.written
         return page
     return new_page_of(plain(value.detach()), pager, old.name)
 
@@ -149,6 +152,8 @@ def duplicate(tensor: Paged) -> Paged:
         page = new_page_of(plain(tensor.detach()), source.page.pager, source.page.name)
     else:
         pager = source.pager
+        if not source.written:
+            pager.settle_draws()
         page = pager.new_page(source.name, source.spec)
         with pager.writing([page], f"copy {source.name}"):
             page.own().copy_(source.own())

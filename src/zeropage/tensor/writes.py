@@ -6,6 +6,7 @@
     scratch     elementwise on any other view                  on a full-size scratch that holds  nothing
                                                                the own slice only
     random      draws random numbers                           draw all of them, keep the slice   nothing
+                (a page without values may have to wait: see draws)
     full        everything else                                gather privately, apply, keep      a gather
 
 Nothing is ever applied in memory that other ranks can see, apart from the own slice inside a write batch.
@@ -13,15 +14,15 @@ Nothing is ever applied in memory that other ranks can see, apart from the own s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from zeropage.errors import UnsupportedOperationError
-from zeropage.page import CastNode, Page
+from zeropage.page import CastNode, Node, Page, ViewNode
 from zeropage.tensor import c10d, identity, randomness
 from zeropage.tensor.agreement import agreed, agreed_batch
 from zeropage.tensor.base import Paged
@@ -116,6 +117,8 @@ def _write_pages(
     func: OpOverload, rule: WriteRule, args: tuple[Any, ...], kwargs: dict[str, Any], paged: list[Paged]
 ) -> Any:
     target = paged[0]
+    if len(paged) == 1 and _waits(func, args, kwargs, target):
+        return None
     for each in paged:
         _require_values(each, overwritten=_overwrites(func, each, kwargs))
     if rule is WriteRule.POINTWISE and len(paged) == 1 and can_slice(target) and _fits(args, kwargs, target):
@@ -125,6 +128,44 @@ def _write_pages(
     reads = rule is WriteRule.RANDOM and not _overwrites(func, target, kwargs)  # may draw as its values say
     gathers = rule is WriteRule.OTHER or overlapping or reads or len(paged) > 1
     return _on_copies(func, args, kwargs, paged, gathers=gathers, draws=rule is WriteRule.RANDOM)
+
+
+def _waits(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged) -> bool:
+    """Whether this gives numbers to a page that has no values, and was put off. See `draws`."""
+    node = target._node
+    page, rest = node.page, args[1:]
+    draws, fills = func.overloadpacket in _DRAWS, func._schema.name in ("aten::fill_", "aten::zero_")
+    if page.written or not (draws or fills) or page.edits is not None or kwargs.get("generator") is not None:
+        return False
+    if args[0] is not target or [*tensors_in([rest, kwargs])]:
+        return False
+    # what waits must not keep the page alive
+    pager, spec, view = page.pager, page.spec, _view_of(node)
+
+    def make(page: Page) -> None:
+        copy = private_copy(page, gathers=False)
+        with pager.writing([page], f"{func._schema.name} on {page.name}, which waited"):
+            with randomness.of_first_rank(pager, enabled=draws):
+                func(view(page.shaped(copy)), *rest, **kwargs)
+            keep_own({page: copy})
+
+    def skip() -> None:
+        with randomness.of_first_rank(pager, enabled=True):
+            func(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device), *rest, **kwargs)
+
+    if fills:
+        return page.pager.draws.put_off_part(page, make)
+    whole = node.in_order and node.spec.shape == spec.shape and node.spec.stride == spec.stride
+    return whole and page.pager.draws.put_off(page, make, skip)
+
+
+def _view_of(node: Node) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes of the whole page the view that `node` is, without a reference to the page."""
+    makes: list[Callable[[torch.Tensor], torch.Tensor]] = []
+    while isinstance(node, ViewNode):
+        makes.insert(0, node.make)
+        node = node.parent
+    return lambda whole: reduce(lambda value, make: make(value), makes, whole)
 
 
 def _fits(args: tuple[Any, ...], kwargs: dict[str, Any], target: Paged) -> bool:

@@ -7,6 +7,7 @@ not row-major.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from zeropage.checkpoint.named import identity_of, set_extra_states, tensors_of, whole_page
-from zeropage.checkpoint.parts import own_parts, read_part, whole_part
+from zeropage.checkpoint.parts import Part, announce_part, own_parts, read_part, whole_part
 from zeropage.checkpoint.verdict import one_verdict
 from zeropage.construct import pagers_of
 from zeropage.errors import CheckpointError
@@ -25,9 +26,13 @@ from zeropage.tensor import PagedTensor
 from zeropage.transport.base import Transport
 from zeropage.transport.local import LocalTransport
 from zeropage.weights.blank import find_blanks, initialise, materialise, warn_of_blanks
+from zeropage.weights.header import Entry
 from zeropage.weights.source import Source, find_source
 
 __all__ = ["LoadedWeights", "load_safetensors", "transport_of"]
+
+_AHEAD = 128 << 20
+"""Bytes that the kernel is asked to bring from the disk before they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +184,28 @@ def _fill(targets: dict[str, torch.Tensor], source: Source, ready: list[str]) ->
     for path in dict.fromkeys(source.places[key][0] for key in ready):
         with path.open("rb") as file:
             source.check_same(file.fileno(), path)
-            for key in ready:
-                if source.places[key][0] == path:
-                    entry = source.places[key][1]
-                    page: Page | None = whole_page(targets[key])
-                    for part in [whole_part(targets[key].detach())] if page is None else own_parts(page):
-                        read_part(file.fileno(), entry.dtype, entry.start, part)
+            here = [key for key in ready if source.places[key][0] == path]
+            waiting = deque[tuple[Entry, Part]]()
+            announced = 0  # bytes of what waits
+            for entry, part in _parts_of(targets, source, here):
+                announce_part(file.fileno(), entry.dtype, entry.start, part)
+                waiting.append((entry, part))
+                announced += part.values.nbytes
+                while announced > _AHEAD:
+                    announced -= _read_first(file.fileno(), waiting)
+            while waiting:
+                _read_first(file.fileno(), waiting)
+
+
+def _parts_of(targets: dict[str, torch.Tensor], source: Source, keys: list[str]) -> Iterator[tuple[Entry, Part]]:
+    for key in keys:
+        page: Page | None = whole_page(targets[key])
+        for part in [whole_part(targets[key].detach())] if page is None else own_parts(page):
+            yield source.places[key][1], part
+
+
+def _read_first(file: int, waiting: deque[tuple[Entry, Part]]) -> int:
+    """The bytes of what was read."""
+    entry, part = waiting.popleft()
+    read_part(file, entry.dtype, entry.start, part)
+    return part.values.nbytes
