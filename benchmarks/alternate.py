@@ -88,6 +88,8 @@ def alternate(case: Case, repeats: int, folder: Path, extensions: Path, minutes:
                     outcome.problem = str(error)
                     alive.pop(competitor.name, None)
                     print(error, file=sys.stderr)
+                if not competitor.stays and competitor.name in alive:
+                    alive.pop(competitor.name).end()
     finally:
         end_all(list(alive.values()))
     for name, missing in left_out.items():

@@ -30,6 +30,7 @@ class Competitor:
     libraries: tuple[str, ...] = ()
     gated: bool = True  # whether its losses must agree with the others'
     size: float = 1.0  # memory, in units of what a sharded model takes
+    stays: bool = True  # whether its ranks may go on to the next window, if there is room
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,11 +82,19 @@ def b8(folder: Path) -> list[Case]:
         Case(
             name=f"B8 load, {'first step included' if train else 'ready to train'}, {'cold' if cold else 'warm'}",
             competitors=[
-                Competitor(name, f"benchmarks.competitors.loading:{work}", options, libraries, gated=gated, size=size)
+                Competitor(
+                    name,
+                    f"benchmarks.competitors.loading:{work}",
+                    options,
+                    libraries,
+                    gated=gated,
+                    size=size,
+                    stays=name != "DeepSpeed",  # which does not give its memory back
+                )
                 for name, work, libraries, gated, size in (
                     ("zeropage", "Zeropage", ("zeropage", "transformers"), True, 1.0),
                     ("zeropage from_pretrained", "ZeropagePretrained", ("zeropage", "transformers"), True, 1.0),
-                    ("DeepSpeed", "DeepSpeed", ("deepspeed", "transformers"), True, 1.4),
+                    ("DeepSpeed", "DeepSpeed", ("deepspeed", "transformers"), True, 2.0),
                     ("reading the files", "Reading", (), False, 0.2),
                     ("reading to keep", "Keeping", (), False, 0.4),
                 )
@@ -94,6 +102,7 @@ def b8(folder: Path) -> list[Case]:
             ],
             job={"model": "", "tokens": 0},
             steps=1,
+            warm_up=0,
             together=True,
             tolerance=1e-5 if train else None,
             nbytes=5 << 30,

@@ -31,7 +31,7 @@ from zeropage.weights.source import Source, find_source
 
 __all__ = ["LoadedWeights", "load_safetensors", "transport_of"]
 
-_AHEAD = 128 << 20
+_AHEAD = 32 << 20
 """Bytes that the kernel is asked to bring from the disk before they are read."""
 
 
