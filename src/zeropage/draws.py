@@ -42,6 +42,7 @@ class Draws:
         self._meet = meet
         self._open = False
         self._waiting: list[_Write] = []
+        self._numbers: set[int] = set()  # of the pages that those write to
         self._seen: torch.Tensor | None = None  # the generator's state at the latest draw
         self._mixed = False  # something else has drawn in between
 
@@ -66,12 +67,13 @@ class Draws:
         state = torch.get_rng_state()
         start = state if self._seen is None or self._seeded_since(state) else None
         self._seen = state
+        self._numbers.add(page.number)
         self._waiting.append(_Write(weakref.ref(page), page.number, make, skip, start))
         return True
 
     def put_off_part(self, page: Page, make: Callable[[Page], None]) -> bool:
         """Let a write to a part of `page`, which has a draw waiting, wait too; False if it has none."""
-        if not any(write.number == page.number for write in self._waiting):
+        if page.number not in self._numbers:
             return False
         self._waiting.append(_Write(weakref.ref(page), page.number, make, None, None))
         return True
@@ -97,7 +99,7 @@ class Draws:
             torch.set_rng_state(now)
 
     def _forget(self) -> None:
-        self._waiting, self._seen, self._mixed = [], None, False
+        self._waiting, self._numbers, self._seen, self._mixed = [], set(), None, False
 
     def _seeded_since(self, state: torch.Tensor) -> bool:
         """Whether the generator, now in `state`, was seeded since the latest draw. Notes whether it was used instead.

@@ -167,7 +167,9 @@ class gather(Edits):
             if page in self._spill:
                 assert self._file is not None
                 self._file.seek(self._spill[page])
-                self._file.readinto(bytes_of(memory.cpu()))  # type: ignore[attr-defined]
+                values_here = memory.cpu()  # on a device a copy
+                self._file.readinto(bytes_of(values_here))  # type: ignore[attr-defined]
+                memory.copy_(values_here)
             elif values:
                 with page.pager.transport.exclusive(page.store):
                     page.fill(memory, None)

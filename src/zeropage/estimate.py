@@ -13,6 +13,7 @@ from zeropage.errors import ConfigError
 from zeropage.gradients import sum_dtype
 from zeropage.layout import Layout
 from zeropage.optim import NARROW, check_optimizer, is_elementwise
+from zeropage.pager import frame_budget
 from zeropage.pieces import states_to_be
 from zeropage.precision import keeps_exact, kept_dtype
 from zeropage.reports import MemoryReport
@@ -25,7 +26,7 @@ class _Bytes:
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
-    largest: int = 0  # the largest page, whole
+    largest: int = 0  # the largest page, whole, before it is cast or after
 
 
 def estimate_memory(
@@ -60,7 +61,7 @@ def estimate_memory(
         kept = kept_dtype(settings, parameter)
         length = Layout(parameter.numel(), world).length(0)
         found.parameters += length * kept.itemsize
-        found.largest = max(found.largest, parameter.numel() * kept.itemsize)
+        found.largest = max(found.largest, parameter.numel() * max(kept.itemsize, parameter.dtype.itemsize))
         if not parameter.requires_grad:
             if id(parameter) in groups and keeps_exact(settings, parameter):
                 found.optimizer += length * torch.float32.itemsize
@@ -93,8 +94,7 @@ def _report(found: _Bytes, config: Config, world: int) -> MemoryReport:
     on_disk = config.offload.parameters == "disk"
     frames = 0
     if (world > 1 and config.transport == "collective") or on_disk:
-        fixed = config.resident_bytes
-        frames = 2 * max(config.bucket_bytes, found.largest) if fixed is None else max(fixed, found.largest)
+        frames = max(frame_budget(config, found.largest), found.largest)
     by_device = {"disk": 0, "memory": found.gradients}
     by_device["disk" if on_disk else "memory"] += found.parameters
     by_device["disk" if config.offload.optimizer == "disk" else "memory"] += found.optimizer

@@ -45,7 +45,6 @@ _PIECE = 1 << 20  # elements: what is done to them one after the other finds the
 # What they keep of a parameter as a whole, and not of each element.
 _PER_PARAMETER = frozenset({"step", "eta", "mu", "mu_product"})
 
-
 _Stepped = tuple[PagedTensor, Record]
 
 
@@ -194,7 +193,7 @@ class ShardedOptimizer:
                 record.own_gradient().mul_(factor)
 
     def _write_back(self, masters: dict[Record, Master | None]) -> None:
-        for pager in {record.pager: None for record in masters}:
+        for pager in dict.fromkeys(record.pager for record in masters):
             pager.open_batch("write parameters back")  # an optimizer of paged tensors has closed it at its end
         for record, master in masters.items():
             if master is not None:
@@ -222,16 +221,14 @@ class ShardedOptimizer:
         for parameter, record in stepped:
             seat = self._seat(parameter, record, masters[record], state.get(parameter))
             seats.append((groups[id(parameter)], record, seat))
-        scratch = torch.empty(0)
 
         def run() -> None:
-            nonlocal scratch
+            scratch: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
             for piece in _pieces(seats):
-                count = sum(part.high - part.low for part in piece)
-                dtype = piece[0].seat.tensor.dtype
-                if scratch.numel() < count or scratch.dtype != dtype:
-                    scratch = torch.empty(count, dtype=dtype, device=piece[0].seat.tensor.device)
-                self._step_piece(piece, factor, scratch)
+                kind, count = _kind(piece[0].seat), sum(part.high - part.low for part in piece)
+                if kind not in scratch or scratch[kind].numel() < count:
+                    scratch[kind] = torch.empty(count, dtype=kind[0], device=kind[1])
+                self._step_piece(piece, factor, scratch[kind])
 
         try:
             step_in_pieces(optimizer, run)
@@ -391,7 +388,7 @@ class ShardedOptimizer:
 
 
 def _pieces(seats: Iterable[tuple[int, Record, Seat]]) -> Iterator[list[Part]]:
-    """Parts that are stepped at a time, of one dtype: several seats, or part of one. Seats without state stay whole."""
+    """Parts that are stepped at a time, alike in kind: several seats or part of one. Those without state stay whole."""
     piece: list[Part] = []
     count = 0
     for group, record, seat in seats:
@@ -400,13 +397,17 @@ def _pieces(seats: Iterable[tuple[int, Record, Seat]]) -> Iterator[list[Part]]:
         for low in range(0, max(length, 1), cut):
             part = Part(record, seat, group, low, min(low + cut, length))
             more = part.high - part.low
-            if piece and (count + more > _PIECE or piece[0].seat.tensor.dtype != seat.tensor.dtype):
+            if piece and (count + more > _PIECE or _kind(piece[0].seat) != _kind(seat)):
                 yield piece
                 piece, count = [], 0
             piece.append(part)
             count += more
     if piece:
         yield piece
+
+
+def _kind(seat: Seat) -> tuple[torch.dtype, torch.device]:
+    return seat.tensor.dtype, seat.tensor.device
 
 
 def record_of(parameter: torch.Tensor) -> Record:

@@ -32,7 +32,7 @@ from zeropage.step_scope import StepScope
 from zeropage.trace import Trace
 from zeropage.transport import Arrival, Transport
 
-__all__ = ["Counters", "Pager"]
+__all__ = ["Counters", "Pager", "frame_budget"]
 
 _Key = tuple[torch.dtype, torch.device, int]
 _P = TypeVar("_P", bound=Page)
@@ -180,8 +180,7 @@ class Pager:
     @property
     def budget(self) -> int:
         """Bytes that frames and casts may take on this rank (the largest page may come on top)."""
-        fixed = self.config.resident_bytes
-        return self._wanted + (2 * max(self.config.bucket_bytes, self._largest) if fixed is None else fixed)
+        return self._wanted + frame_budget(self.config, self._largest)
 
     @contextmanager
     def keeping(self, pages: Iterable[Page]) -> Iterator[None]:
@@ -535,6 +534,12 @@ class Pager:
         self.adopt = _adopt_nothing
         self.abandoned = self.sums_complete = self.before_writes = _nothing
         self.transport.close()
+
+
+def frame_budget(config: Config, largest: int) -> int:
+    """Bytes of full pages that a rank keeps of a model whose largest has `largest` bytes; that one may come on top."""
+    fixed = config.resident_bytes
+    return 2 * max(config.bucket_bytes, largest) if fixed is None else fixed
 
 
 def _raise_together(problems: list[str]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from zeropage.gradients import Record
 from zeropage.page import Page
+from zeropage.pieces import is_cut_like
 
 __all__ = ["Part", "Seat"]
 
@@ -75,8 +76,6 @@ class Part:
         return {key: self._part_of(value, last) for key, value in self.seat.state.items()}
 
     def _part_of(self, value: Any, last: bool) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.shape == self.seat.tensor.shape:
+        if is_cut_like(value, self.seat.tensor):
             return value[self.low : self.high]
-        return value if last else value.clone()
+        return value.clone() if isinstance(value, torch.Tensor) and not last else value
