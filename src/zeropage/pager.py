@@ -26,7 +26,7 @@ from zeropage.layout import Layout
 from zeropage.memory.addresses import Addresses
 from zeropage.memory.device import HostLane, Lane
 from zeropage.memory.disk import Disk, DiskSlice
-from zeropage.memory.host import Store, allocate, holders
+from zeropage.memory.host import Slack, Store, allocate, holders
 from zeropage.page import CastNode, Page, Spec
 from zeropage.step_scope import StepScope
 from zeropage.trace import Trace
@@ -75,6 +75,7 @@ class Pager:
         self.step = StepScope()
         self.draws = Draws(transport.meet)
         self.home = _home()
+        self.slack = Slack()
         self.adopt: Callable[[torch.Tensor], None] = _adopt_nothing  # called for every new parameter over a page
         self.space: object = None  # what serves this pager; set and cleared by its maker
         self.parameters = 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +14,9 @@ from zeropage.layout import Layout
 from zeropage.memory.disk import DiskSlice
 from zeropage.memory.limits import cgroup_available, machine_available
 
-__all__ = ["Store", "allocate", "available_bytes", "holders"]
+__all__ = ["Slack", "Store", "allocate", "available_bytes", "holders"]
+
+_SLACK = 64 << 20  # bytes that may have been freed before they are given back to the system
 
 
 @dataclass(eq=False)
@@ -70,6 +75,30 @@ def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     """
     with torch.inference_mode(False):
         return torch.empty(count, dtype=dtype, device=device)
+
+
+class Slack:
+    """What was freed, and is kept by the C library until it is told to give it back.
+
+    [Note: freed blocks] glibc keeps freed blocks of up to 32 MB, and torch asks for aligned ones, into which a freed
+    block of the same size does not fit. So of a model whose parameters are made and freed one by one, two thirds would
+    stay behind in every rank.
+    """
+
+    def __init__(self) -> None:
+        self._freed = 0
+
+    def freed(self, nbytes: int) -> None:
+        """So many bytes are free, or will be at the next call."""
+        self._freed += nbytes
+        if self._freed > _SLACK:
+            self.give_back()
+
+    def give_back(self) -> None:
+        self._freed = 0
+        if sys.platform == "linux":
+            with suppress(OSError):  # another C library, which knows no such call
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def available_bytes() -> int:

@@ -77,6 +77,7 @@ def new_page_of(values: torch.Tensor, pager: Pager, name: str) -> Page:
     page = pager.new_page(name, dense_spec(values))
     with torch.no_grad():
         transport.scatter(page.store, page.flat(values) if transport.rank == 0 else None, 0)
+    pager.slack.freed(values.nbytes)
     return page
 
 
