@@ -116,8 +116,6 @@ class Engine:
         self._own_backwards = 0
         self._bad_in_a_row = 0
         self._convert_parameters()
-        for pager in self._pagers:
-            pager.slack.give_back()
 
     # -- forward and backward
 

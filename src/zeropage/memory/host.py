@@ -91,12 +91,8 @@ class Slack:
     def freed(self, nbytes: int) -> None:
         """So many bytes are free, or will be at the next call."""
         self._freed += nbytes
-        if self._freed > _SLACK:
-            self.give_back()
-
-    def give_back(self) -> None:
-        self._freed = 0
-        if sys.platform == "linux":
+        if self._freed > _SLACK and sys.platform == "linux":
+            self._freed = 0
             with suppress(OSError):  # another C library, which knows no such call
                 ctypes.CDLL("libc.so.6").malloc_trim(0)
 
