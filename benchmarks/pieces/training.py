@@ -16,6 +16,8 @@ __all__ = ["COMPETITORS", "TOLERANCE", "b2", "b3", "b9"]
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
+_BESIDE = 1 << 30  # bytes that two ranks take beside parameters, gradients and states: libraries, activations
+
 COMPETITORS = (
     Competitor("zeropage shared", "benchmarks.competitors.zeropage:Training", {"transport": "shared"}, ("zeropage",)),
     Competitor(
@@ -36,7 +38,7 @@ def b2(models: tuple[tuple[str, int], ...] = (("210M", 64), ("124M", 128), ("tes
             competitors=COMPETITORS,
             job={"model": model, "tokens": count, "precision": precision},
             tolerance=TOLERANCE[precision],
-            nbytes=17 * SHAPES[model].numel,
+            nbytes=17 * SHAPES[model].numel + _BESIDE,
         )
         for model, count in models
         for precision in ("fp32", "bf16")
@@ -56,7 +58,7 @@ def b3() -> list[Case]:
             steps=1,
             warm_up=0,
             tolerance=TOLERANCE[precision],
-            nbytes=18 * SHAPES["350M"].numel,
+            nbytes=18 * SHAPES["350M"].numel + _BESIDE,
         )
         for precision, accumulate in (("bf16", 1), ("bf16", 8))
     ]  # fmt: skip
