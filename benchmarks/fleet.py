@@ -95,7 +95,7 @@ class Fleet:
             return dict(json.loads(line))
         tail = self.log.read_text(errors="replace")[-2000:]
         self.end()
-        raise FleetError(f"{self.competitor.name}: a rank ended without a word; its log ends with\n{tail}")
+        raise FleetError(f"{tail}\n{self.competitor.name}: a rank ended without a word (above: the end of its log)")
 
     def open(self, job: dict[str, Any]) -> float:
         """Build what is to be timed; seconds of the slowest rank."""

@@ -30,19 +30,22 @@ COMPETITORS = (
 )
 
 
-def b2(models: tuple[tuple[str, int], ...] = (("210M", 64), ("124M", 128), ("test", 64))) -> list[Case]:
-    """Few tokens, so that moving parameters and gradients is most of the work."""
-    return [
-        Case(
-            name=f"B2 {model} {precision}",
-            competitors=COMPETITORS,
-            job={"model": model, "tokens": count, "precision": precision},
-            tolerance=TOLERANCE[precision],
-            nbytes=17 * SHAPES[model].numel + _BESIDE,
-        )
-        for model, count in models
-        for precision in ("fp32", "bf16")
-    ]
+def b2() -> list[Case]:
+    """Few tokens, so that moving parameters and gradients is most of the work; once with four ranks."""
+    models = (("210M", 64), ("124M", 128), ("test", 64))
+    two = [_step(model, count, precision) for model, count in models for precision in ("fp32", "bf16")]
+    return [*two, _step("124M", 128, "fp32", world=4)]
+
+
+def _step(model: str, count: int, precision: str, world: int = 2) -> Case:
+    return Case(
+        name=f"B2 {model} {precision}" + (f", {world} ranks" if world != 2 else ""),
+        competitors=COMPETITORS,
+        job={"model": model, "tokens": count, "precision": precision},
+        world=world,
+        tolerance=TOLERANCE[precision],
+        nbytes=17 * SHAPES[model].numel + _BESIDE * world // 2,
+    )
 
 
 def b3() -> list[Case]:
