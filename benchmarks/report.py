@@ -99,10 +99,11 @@ def draw(results: Sequence[tuple[Case, Sequence[Outcome]]], path: Path) -> None:
     rows = -(-len(drawn) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(3.6 * columns, 2.9 * rows), squeeze=False)
     names = list(dict.fromkeys(o.name for _, outcomes in drawn for o in outcomes))
+    palette = matplotlib.colormaps["tab20"]
     for axis, (case, outcomes) in zip(axes.flat, drawn, strict=False):
         walls = [summary([seconds / case.per_unit for seconds in o.seconds()]) for o in outcomes]
         errors = [[w.median - w.low for w in walls], [w.high - w.median for w in walls]]
-        colors = [f"C{names.index(o.name) % 10}" for o in outcomes]
+        colors = [palette(names.index(o.name) % palette.N) for o in outcomes]
         axis.bar([o.name for o in outcomes], [w.median for w in walls], yerr=errors, color=colors, capsize=3)
         axis.set_title(case.name, fontsize=10)
         axis.set_ylabel(case.unit)
