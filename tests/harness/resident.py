@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Resident", "resident"]
+__all__ = ["Resident", "held", "map_blocks_from", "resident"]
 
 _SECONDS = 0.003  # between two looks
 _M_MMAP_THRESHOLD = -3
@@ -39,7 +39,7 @@ def resident() -> Iterator[Resident]:
     not what it keeps for later.
     """
     gc.collect()
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    map_blocks_from(_LARGE)
     ctypes.CDLL(None).malloc_trim(0)
     found = Resident(before=_now())
     ends = threading.Event()
@@ -61,6 +61,16 @@ def resident() -> Iterator[Resident]:
     found.after = _now()
 
 
-def _now() -> int:
+def map_blocks_from(nbytes: int) -> None:
+    """Let the C library give blocks of so many bytes back when they are freed, and keep smaller ones for later."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)
+
+
+def held(*kinds: str) -> int:
+    """Bytes: the process's proportional share of memory of those kinds, by their names in `smaps_rollup`."""
     fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    return 1024 * sum(int(fields[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
+    return 1024 * sum(int(fields[kind].split()[0]) for kind in kinds)
+
+
+def _now() -> int:
+    return held("Pss_Anon", "Pss_Shmem")

@@ -123,7 +123,7 @@ def _page_for(value: torch.Tensor, old: Page) -> Page:
         with torch.no_grad(), pager.writing([page], f"convert {old.name} to {page.dtype}"):
             page.own().copy_(node.convert(source.own()))
         page.written = source.written
-        pager.slack.freed(source.own().nbytes)
+        pager.slack.freed(source.store.nbytes)
         return page
     return new_page_of(plain(value.detach()), pager, old.name)
 
