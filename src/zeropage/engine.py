@@ -26,7 +26,7 @@ from zeropage.findings import Findings, Verdict, agree
 from zeropage.gradients import Record
 from zeropage.loss_scale import DynamicLossScale
 from zeropage.offloaded import OffloadedOptimizer
-from zeropage.optim import ShardedOptimizer, check_optimizer, record_of
+from zeropage.optim import ShardedOptimizer, check_optimizer, record_of, records_of
 from zeropage.pager import Pager
 from zeropage.precision import keeps_exact, kept_dtype
 from zeropage.reports import MemoryReport, StepResult
@@ -166,7 +166,7 @@ class Engine:
         """Drop all gradients (all ranks together). `step` has done so already, but for what another engine steps."""
         self._require_open()
         self._bad_loss = False
-        for record in self._records():
+        for record in records_of(self.module):
             record.drop_gradient()
 
     # -- step
@@ -462,7 +462,7 @@ class Engine:
     def memory(self) -> MemoryReport:
         """What this engine holds on this rank, in bytes; "disk" is one of the devices."""
         optimizer = {} if self._sharded is None else self._sharded.nbytes()
-        return MemoryReport.of(self._records(), optimizer, self._pagers)
+        return MemoryReport.of(records_of(self.module), optimizer, self._pagers)
 
     def close(self) -> None:
         """End the engine (all ranks together): gradients, frames and the optimizer's slices are let go of.
@@ -504,13 +504,10 @@ class Engine:
 
     # -- inside
 
-    def _records(self) -> list[Record]:
-        return list(dict.fromkeys(record_of(p) for p in self.module.parameters() if isinstance(p, PagedTensor)))
-
     def _own_records(self) -> list[Record]:
         """Those of the model that no other engine steps."""
         found = []
-        for record in self._records():
+        for record in records_of(self.module):
             stepped_by = None if record.stepped_by is None else record.stepped_by()
             if stepped_by is None or stepped_by is self._sharded:
                 found.append(record)

@@ -77,13 +77,16 @@ def agree(mine: Findings, transport: Transport, attempt: int, *, may_skip: bool)
 
 
 def _norms(slices: Sequence[torch.Tensor]) -> list[float]:
-    """The 2-norm of each; those of one dtype are fetched by one call."""
-    found: list[float] = []
-    alike: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    """The 2-norm of each; those of one dtype and device are fetched by one call."""
+    alike: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for own in slices:
-        norm = torch.linalg.vector_norm(own.float() if own.dtype.itemsize == 2 else own)
-        alike[norm.dtype].append(norm)
-    for norms in alike.values():
+        alike[own.dtype, own.device].append(own)
+    found: list[float] = []
+    for (dtype, _), some in alike.items():
+        if dtype.itemsize == 2:
+            norms = tuple(torch.linalg.vector_norm(own, dtype=torch.float32) for own in some)
+        else:
+            norms = torch._foreach_norm(some)
         found += torch.stack(norms).tolist()
     return found
 

@@ -30,7 +30,7 @@ from zeropage.steps import over_slice, page_state, shard_state
 from zeropage.tensor import PagedTensor
 from zeropage.transport import accumulate
 
-__all__ = ["NARROW", "Master", "ShardedOptimizer", "check_optimizer", "is_elementwise", "record_of"]
+__all__ = ["NARROW", "Master", "ShardedOptimizer", "check_optimizer", "is_elementwise", "record_of", "records_of"]
 
 # Exactly these: a subclass may do anything.
 _ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset({
@@ -96,7 +96,7 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
             "LBFGS calls a closure several times a step, which an engine's backward() and step() cannot do; run it "
             "directly on model.parameters(): optimizer.step(closure)"
         )
-    own = {id(parameter) for parameter in model.parameters()}
+    own = set(map(id, _parameters_of(model)))
     for index, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in own:
@@ -413,3 +413,21 @@ def _kind(seat: Seat) -> tuple[torch.dtype, torch.device]:
 def record_of(parameter: torch.Tensor) -> Record:
     record: Record = parameter.__dict__["_record"]
     return record
+
+
+def records_of(model: nn.Module) -> list[Record]:
+    """Those of the model's paged parameters, each once."""
+    return list(dict.fromkeys(record_of(p) for p in _parameters_of(model) if isinstance(p, PagedTensor)))
+
+
+def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """As `model.parameters()`, those that are tied more than once; makes no names, since each step asks for it."""
+    found: list[nn.Parameter | None] = []
+    modules: list[nn.Module | None] = [model]
+    seen: set[nn.Module] = set()
+    for module in modules:  # grows meanwhile
+        if module is not None and module not in seen:
+            seen.add(module)
+            found.extend(module._parameters.values())
+            modules.extend(module._modules.values())
+    return [parameter for parameter in found if parameter is not None]

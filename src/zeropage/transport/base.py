@@ -32,15 +32,14 @@ from zeropage.transport.courier import Arrival
 __all__ = ["Accumulator", "Transport", "accumulate", "overtaken"]
 
 
-_PIECE = 1 << 16  # elements
+_PIECE = 1 << 18  # elements
 
 
 def accumulate(target: torch.Tensor, gradient: torch.Tensor, scale: float, *, first: bool) -> None:
     """Add `scale * gradient` to `target`, or put it there; in the precision of `target`. All are 1-D.
 
-    [Note: pieces that fit the cache] An operator over two dtypes converts element by element, several times slower
-    than a conversion and an operator over one. So pieces are converted first, and are still in the cache when
-    they are added.
+    [Note: pieces that fit the cache] An operator over two dtypes converts one of its arguments as a whole first. So
+    it is called on pieces, whose conversion is still in the cache when it is used.
     """
     if gradient.dtype == target.dtype:
         if first and scale == 1.0:
@@ -50,14 +49,13 @@ def accumulate(target: torch.Tensor, gradient: torch.Tensor, scale: float, *, fi
         else:
             target.add_(gradient, alpha=scale)
         return
-    scratch = None if first else torch.empty(min(_PIECE, len(target)), dtype=target.dtype, device=target.device)
     for into, piece in zip(target.split(_PIECE), gradient.split(_PIECE), strict=True):
-        if scratch is None:
-            into.copy_(piece)
-            if scale != 1.0:
-                into.mul_(scale)
-        else:
-            into.add_(scratch[: len(piece)].copy_(piece), alpha=scale)
+        if not first:
+            into.add_(piece, alpha=scale)
+            continue
+        into.copy_(piece)
+        if scale != 1.0:
+            into.mul_(scale)
 
 
 def overtaken(name: str) -> GradientError:

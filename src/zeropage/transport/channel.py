@@ -1,55 +1,60 @@
 """Point-to-point messages between the ranks of a group, apart from everybody else's.
 
-Each channel has sockets (or streams) of its own, so it can be closed by dropping it, at any time, without
-the other ranks, and no message of the program's own is ever mistaken for one of ours.
+Each channel has connections of its own, so it can be closed by dropping it, at any time, without the other ranks, and
+no message of the program's own is ever mistaken for one of ours, or waits behind it.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from zeropage.errors import TransportUnavailableError
+from zeropage.memory.disk import DiskSlice
 from zeropage.transport.group import Group
 
-__all__ = ["Channel", "DeviceChannel", "HostChannel"]
+__all__ = ["DeviceChannel", "HostChannel", "Message", "in_host_memory"]
 
 _DATA, _HEADERS = 0, 1  # tags of messages
 
 
-class Channel(Protocol):
-    def send(self, data: torch.Tensor, peer: int) -> dist.Work:
-        """Begin to send `data` (contiguous) to rank `peer` of the group; it must not change until the work ends."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """`data` (contiguous) to or from rank `peer` of the group; it belongs to the message until that has ended."""
 
-    def receive(self, into: torch.Tensor, peer: int) -> dist.Work:
-        """Begin to receive from rank `peer` of the group; messages of one pair arrive in order."""
+    kind: Literal["send", "receive"]
+    data: torch.Tensor
+    peer: int
+
+
+def in_host_memory(data: torch.Tensor | DiskSlice) -> bool:
+    """Whether the host's channel is for `data`."""
+    return data.device.type == "cpu"
 
 
 class HostChannel:
-    """Messages in host memory, over gloo.
+    """Messages in host memory, over gloo. Those of one pair of ranks arrive in order.
 
     The backend is made on a store prefix of its own instead of by `new_group`, whose names depend on which
     groups are alive on each rank at that moment.
     """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
-        name = group.broadcast(uuid.uuid4().hex)
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"zeropage/{name}", dist.distributed_c10d._get_default_store()
-        )
-        self._backend: Any = dist.ProcessGroupGloo(store, group.rank, group.world, timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        self._backend: Any = dist.ProcessGroupGloo(_own_store(group), group.rank, group.world, timeout)
 
-    def send(self, data: torch.Tensor, peer: int) -> dist.Work:
-        return self._backend.send([data], peer, _DATA)  # type: ignore[no-any-return]
-
-    def receive(self, into: torch.Tensor, peer: int) -> dist.Work:
-        return self._backend.recv([into], peer, _DATA)  # type: ignore[no-any-return]
+    def begin(self, message: Message) -> dist.Work:
+        move = self._backend.send if message.kind == "send" else self._backend.recv
+        return move([message.data], message.peer, _DATA)  # type: ignore[no-any-return]
 
     def send_header(self, data: torch.Tensor, peer: int) -> dist.Work:
-        """Like `send`; headers and data do not meet each other's receivers."""
+        """Headers and data do not meet each other's receivers."""
         return self._backend.send([data], peer, _HEADERS)  # type: ignore[no-any-return]
 
     def receive_header(self, into: torch.Tensor, peer: int) -> dist.Work:
@@ -57,19 +62,62 @@ class HostChannel:
 
 
 class DeviceChannel:
-    """Messages in device memory, over the group's own backend (not run on such hardware yet)."""
+    """Messages in device memory, over NCCL (not run on such hardware yet).
 
-    def __init__(self, group: Group) -> None:
-        assert group.handle is not None
-        self._group = group.handle
-        self._ranks = dist.get_process_group_ranks(group.handle)
+    [Note: messages in groups] NCCL makes a message when both of its ends have come to it, and each end comes to its
+    messages one after the other: two ranks that send to each other first would wait for each other. So all messages of
+    a round are begun as one group. What connects the ranks needs all of them at once (`connect`). And it is a
+    communicator of its own: calls on one must come in the same order on all ranks, which holds for ours and for the
+    program's, but not for both together.
+    """
 
-    def send(self, data: torch.Tensor, peer: int) -> dist.Work:
-        work = dist.isend(data, self._ranks[peer], group=self._group)
-        assert work is not None
-        return work
+    def __init__(self, group: Group, timeout_s: float) -> None:
+        self._rank, self._world, self._timeout_s = group.rank, group.world, timeout_s
+        self._store = _own_store(group)
+        self._backend: Any = None
+        self._device = torch.device("meta")
 
-    def receive(self, into: torch.Tensor, peer: int) -> dist.Work:
-        work = dist.irecv(into, self._ranks[peer], group=self._group)
-        assert work is not None
-        return work
+    @property
+    def connected(self) -> bool:
+        return self._backend is not None
+
+    def connect(self, device: torch.device) -> None:
+        """Make the connections; this rank's messages are on `device` (collective).
+
+        Raises:
+            TransportUnavailableError: torch has no NCCL for that device.
+        """
+        self._backend = open_nccl(self._store, self._rank, self._world, device, self._timeout_s)
+        self._device = device
+        self._backend.eager_connect_single_device(device)
+
+    def exchange(self, messages: Sequence[Message]) -> list[dist.Work]:
+        """Begin all of them together."""
+        if not messages:
+            return []
+        self._backend._start_coalescing()
+        for message in messages:
+            move = self._backend.send if message.kind == "send" else self._backend.recv
+            move([message.data], message.peer, _DATA)
+        work = self._backend._end_coalescing()
+        return [] if work is None else [work]
+
+
+def open_nccl(store: Any, rank: int, world: int, device: torch.device, timeout_s: float) -> Any:
+    """A communicator of all ranks that find each other in `store`."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        raise TransportUnavailableError(
+            f"transport='collective' moves parameters on {device} between ranks over NCCL, which this torch does not "
+            "have for them. Use CUDA devices with a CUDA build of torch, or keep the model on the CPU."
+        )
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, world, options)
+
+
+def _own_store(group: Group) -> Any:
+    """A part of the store that nobody else uses (collective)."""
+    name = group.broadcast(uuid.uuid4().hex)
+    return dist.PrefixStore(  # type: ignore[attr-defined]
+        f"zeropage/{name}", dist.distributed_c10d._get_default_store()
+    )

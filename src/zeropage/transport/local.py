@@ -9,7 +9,7 @@ import torch
 
 from zeropage.layout import Layout
 from zeropage.memory.disk import DiskSlice
-from zeropage.memory.host import Store, allocate
+from zeropage.memory.host import Store, allocate, holders
 from zeropage.transport.base import accumulate, overtaken
 from zeropage.transport.courier import Arrival
 
@@ -17,7 +17,7 @@ __all__ = ["LocalAccumulator", "LocalTransport"]
 
 
 class LocalAccumulator:
-    """A gradient sum of one rank. See [Note: gradient epochs]."""
+    """A gradient sum of one rank. See [Note: gradient epochs]. As in torch, the first gradient becomes the sum."""
 
     def __init__(self, name: str, store: Store, device: torch.device, dtype: torch.dtype) -> None:
         self.store = store
@@ -26,10 +26,25 @@ class LocalAccumulator:
         self._epoch = -1
 
     def add(self, gradient: torch.Tensor, scale: float, epoch: int) -> None:
+        if scale == 1.0 and self._epoch != epoch and self._may_keep(gradient):
+            self._bind(gradient)
+            self._epoch = epoch
+            return
         if self.store.shard.numel() != self.store.layout.numel:
             self._bind(allocate(self.store.layout.numel, self._dtype, self._device))
         accumulate(self.store.shard, gradient, scale, first=self._epoch != epoch)
         self._epoch = epoch
+
+    def _may_keep(self, gradient: torch.Tensor) -> bool:
+        """Whether its memory can be that of the sum: none but the tensor that it is a flat view of is there too, and it
+        is not of the pinned kind, which is for copies."""
+        return (
+            gradient.dtype == self._dtype
+            and not gradient.is_pinned()
+            and gradient.is_contiguous()
+            and gradient.untyped_storage().nbytes() == gradient.nbytes
+            and holders(gradient) <= 2
+        )
 
     def _bind(self, memory: torch.Tensor) -> None:
         self.store.slice = memory

@@ -17,11 +17,10 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from zeropage.layout import Layout
 from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store, allocate
 from zeropage.transport.base import accumulate, overtaken
-from zeropage.transport.channel import Channel, DeviceChannel, HostChannel
+from zeropage.transport.channel import DeviceChannel, HostChannel, Message, in_host_memory
 from zeropage.transport.control import describe_divergence
 from zeropage.transport.courier import Arrival, Courier, closed
 from zeropage.transport.group import Group
@@ -80,9 +79,10 @@ class _Request:
 
 @dataclass(slots=True)
 class _Traffic:
-    """The messages of one round, in flight."""
+    """The messages of one round: those in host memory are in flight, those of devices are begun together."""
 
     works: list[tuple[int, dist.Work]] = field(default_factory=list)
+    together: list[Message] = field(default_factory=list)
     keep: list[torch.Tensor] = field(default_factory=list)
     received: list[tuple[int, RoundAccumulator, torch.Tensor, float, int, _Request]] = field(default_factory=list)
 
@@ -208,8 +208,8 @@ class Rounds:
         self._peers = [r for r in range(self.world) if r != self.rank]
         host = HostChannel(group, timeout_s)
         self._inbox = Inbox(host, self._peers, self._serve)
-        self._host: Channel | None = host
-        self._device: Channel | None = DeviceChannel(group)
+        self._host: HostChannel | None = host
+        self._device: DeviceChannel | None = DeviceChannel(group, timeout_s)
         self._lock = threading.RLock()  # held for a whole round
         self._failed: Exception | None = None  # what went wrong in a round that a thread made
         self._courier: Courier[_Wanted, _Parcel] = Courier(self._fetch, self._deliver, _goes_with, outgoing_bytes)
@@ -298,6 +298,7 @@ class Rounds:
         self.drain()
         with self._lock:
             self.meet(f"scatter page {store.uid} from rank {source}")
+            self._connect([store])
             traffic = _Traffic()
             if self.rank == source:
                 assert full is not None
@@ -367,10 +368,10 @@ class Rounds:
                 raise self._failed
             requests = self._exchange(replace(mine, ended=self.ended, made=self._made))
             made = _Round(requests, self._deferred(requests))
+            served = [(rank, request) for rank, request in enumerate(requests) if rank not in made.deferred]
+            self._connect(self._stores[uid] for _, request in served for uid, _ in request.pages)
             traffic = _Traffic()
-            for rank, request in enumerate(requests):
-                if rank in made.deferred:
-                    continue
+            for rank, request in served:
                 if request.kind is _Kind.GATHER:
                     self._serve_gather(traffic, rank, request, frames)
                 elif request.kind is _Kind.ADD:
@@ -448,6 +449,9 @@ class Rounds:
             traffic.received.append((rank, target, part, scale, epoch, request))
 
     def _finish(self, traffic: _Traffic) -> None:
+        if traffic.together:
+            peer = traffic.together[0].peer  # of a group that fails nobody knows whose fault it is
+            traffic.works += [(peer, work) for work in self._begin_together(traffic.together)]
         for peer, work in traffic.works:
             self._wait(work, peer)
         for rank, target, part, scale, epoch, request in traffic.received:  # in rank order
@@ -493,9 +497,9 @@ class Rounds:
         works = []
         for peer in self._peers:
             if mine.numel():
-                works.append((peer, self._begin("send", mine, peer)))
+                works.append((peer, self._begin(Message("send", mine, peer))))
             if sizes[peer]:
-                works.append((peer, self._begin("receive", found[peer], peer)))
+                works.append((peer, self._begin(Message("receive", found[peer], peer))))
         for peer, work in works:
             self._wait(work, peer)
         return found
@@ -503,21 +507,43 @@ class Rounds:
     def _send(self, traffic: _Traffic, data: torch.Tensor, peer: int) -> None:
         for piece in _pieces(data):
             traffic.keep.append(piece)
-            traffic.works.append((peer, self._begin("send", piece, peer)))
+            self._add(traffic, Message("send", piece, peer))
 
     def _receive(self, traffic: _Traffic, into: torch.Tensor, peer: int) -> None:
         for piece in _pieces(into):
-            traffic.works.append((peer, self._begin("receive", piece, peer)))
+            self._add(traffic, Message("receive", piece, peer))
 
-    def _begin(self, what: Literal["send", "receive"], data: torch.Tensor, peer: int) -> dist.Work:
-        channel = self._host if data.device.type == "cpu" else self._device
-        if channel is None:
+    def _add(self, traffic: _Traffic, message: Message) -> None:
+        if in_host_memory(message.data):
+            traffic.works.append((message.peer, self._begin(message)))
+        else:
+            traffic.together.append(message)
+
+    def _begin(self, message: Message) -> dist.Work:
+        if self._host is None:
             raise closed()
         try:
             with torch.inference_mode(False):
-                return channel.send(data, peer) if what == "send" else channel.receive(data, peer)
+                return self._host.begin(message)
         except RuntimeError as error:
-            raise self._lost(peer, error) from error
+            raise self._lost(message.peer, error) from error
+
+    def _begin_together(self, messages: Sequence[Message]) -> list[dist.Work]:
+        if self._device is None:
+            raise closed()
+        try:
+            with torch.inference_mode(False):
+                return self._device.exchange(messages)
+        except RuntimeError as error:
+            raise self._lost(messages[0].peer, error) from error
+
+    def _connect(self, stores: Iterable[Store]) -> None:
+        """Connect the devices, if any of `stores` is the first to need it; all ranks are here, with the same ones."""
+        if self._device is None or self._device.connected:
+            return
+        apart = next((store.slice for store in stores if not in_host_memory(store.slice)), None)
+        if apart is not None:
+            self._device.connect(apart.device)
 
     def _wait(self, work: dist.Work, peer: int) -> None:
         try:
