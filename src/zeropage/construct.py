@@ -7,6 +7,7 @@ parameter's worth of memory.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
@@ -52,6 +53,7 @@ class Space:
         self.group = find_group(group, config.timeout_s)
         lane = open_lane(device)
         self.pager = Pager(_transport_for(device, lane, config, self.group), config, lane)
+        _warn_of_threads(self.pager.transport)
         self.gradients = Gradients(self.pager)
         self.steps = StepHooks(self.pager)
         self.watcher = Watcher(self.pager)
@@ -185,6 +187,18 @@ def _transport_for(device: torch.device, lane: Lane, config: Config, group: Grou
     if hosts:
         return HostedTransport(open_transport(config, group, on_cpu=True), lane, config.bucket_bytes)
     return OrderedTransport(open_transport(config, group, on_cpu=False), lane)
+
+
+def _warn_of_threads(transport: Transport) -> None:
+    """Threads beyond the cores wait for each other, and a step takes several times as long."""
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if transport.name == "shared" and transport.rank == 0 and threads > 1 and transport.world * threads > cores:
+        fitting = max(1, cores // transport.world)
+        _log.warning(
+            "%d ranks with %d threads each share %d cores and will wait for each other: start them with "
+            "OMP_NUM_THREADS=%d, or call torch.set_num_threads(%d) in each",
+            transport.world, threads, cores, fitting, fitting,
+        )  # fmt: skip
 
 
 def _check_disk_is_possible(*, on_cpu: bool) -> None:
