@@ -75,7 +75,6 @@ class DeviceChannel:
         self._rank, self._world, self._timeout_s = group.rank, group.world, timeout_s
         self._store = _own_store(group)
         self._backend: Any = None
-        self._device = torch.device("meta")
 
     @property
     def connected(self) -> bool:
@@ -88,19 +87,15 @@ class DeviceChannel:
             TransportUnavailableError: torch has no NCCL for that device.
         """
         self._backend = open_nccl(self._store, self._rank, self._world, device, self._timeout_s)
-        self._device = device
         self._backend.eager_connect_single_device(device)
 
-    def exchange(self, messages: Sequence[Message]) -> list[dist.Work]:
+    def begin(self, messages: Sequence[Message]) -> dist.Work:
         """Begin all of them together."""
-        if not messages:
-            return []
         self._backend._start_coalescing()
         for message in messages:
             move = self._backend.send if message.kind == "send" else self._backend.recv
             move([message.data], message.peer, _DATA)
-        work = self._backend._end_coalescing()
-        return [] if work is None else [work]
+        return self._backend._end_coalescing()  # type: ignore[no-any-return]
 
 
 def open_nccl(store: Any, rank: int, world: int, device: torch.device, timeout_s: float) -> Any:

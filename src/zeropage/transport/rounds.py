@@ -450,8 +450,8 @@ class Rounds:
 
     def _finish(self, traffic: _Traffic) -> None:
         if traffic.together:
-            peer = traffic.together[0].peer  # of a group that fails nobody knows whose fault it is
-            traffic.works += [(peer, work) for work in self._begin_together(traffic.together)]
+            # of a group that fails nobody knows whose fault it is
+            traffic.works.append((traffic.together[0].peer, self._begin_together(traffic.together)))
         for peer, work in traffic.works:
             self._wait(work, peer)
         for rank, target, part, scale, epoch, request in traffic.received:  # in rank order
@@ -528,12 +528,12 @@ class Rounds:
         except RuntimeError as error:
             raise self._lost(message.peer, error) from error
 
-    def _begin_together(self, messages: Sequence[Message]) -> list[dist.Work]:
+    def _begin_together(self, messages: Sequence[Message]) -> dist.Work:
         if self._device is None:
             raise closed()
         try:
             with torch.inference_mode(False):
-                return self._device.exchange(messages)
+                return self._device.begin(messages)
         except RuntimeError as error:
             raise self._lost(messages[0].peer, error) from error
 
