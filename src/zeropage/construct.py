@@ -191,6 +191,7 @@ def _transport_for(device: torch.device, lane: Lane, config: Config, group: Grou
 
 def _warn_of_threads(transport: Transport) -> None:
     """Threads beyond the cores wait for each other, and a step takes several times as long."""
+    # the host's cores, not those that this rank may use: it may be pinned to one of its own
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     if transport.name == "shared" and transport.rank == 0 and threads > 1 and transport.world * threads > cores:
         fitting = max(1, cores // transport.world)

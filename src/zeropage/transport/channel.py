@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from zeropage.errors import TransportUnavailableError
 from zeropage.memory.disk import DiskSlice
 from zeropage.transport.group import Group
 
-__all__ = ["DeviceChannel", "HostChannel", "Message", "in_host_memory"]
+__all__ = ["Channel", "DeviceChannel", "HostChannel", "Message", "in_host_memory"]
 
 _DATA, _HEADERS = 0, 1  # tags of messages
 
@@ -33,13 +33,18 @@ class Message:
     peer: int
 
 
+class Channel(Protocol):
+    def begin(self, messages: Sequence[Message]) -> list[dist.Work]:
+        """Begin them: a work for each, or one for all. Those of one pair of ranks arrive in order."""
+
+
 def in_host_memory(data: torch.Tensor | DiskSlice) -> bool:
     """Whether the host's channel is for `data`."""
     return data.device.type == "cpu"
 
 
 class HostChannel:
-    """Messages in host memory, over gloo. Those of one pair of ranks arrive in order.
+    """Messages in host memory, over gloo.
 
     The backend is made on a store prefix of its own instead of by `new_group`, whose names depend on which
     groups are alive on each rank at that moment.
@@ -49,9 +54,8 @@ class HostChannel:
         timeout = timedelta(seconds=timeout_s)
         self._backend: Any = dist.ProcessGroupGloo(_own_store(group), group.rank, group.world, timeout)
 
-    def begin(self, message: Message) -> dist.Work:
-        move = self._backend.send if message.kind == "send" else self._backend.recv
-        return move([message.data], message.peer, _DATA)  # type: ignore[no-any-return]
+    def begin(self, messages: Sequence[Message]) -> list[dist.Work]:
+        return [_begin(self._backend, message) for message in messages]
 
     def send_header(self, data: torch.Tensor, peer: int) -> dist.Work:
         """Headers and data do not meet each other's receivers."""
@@ -89,13 +93,16 @@ class DeviceChannel:
         self._backend = open_nccl(self._store, self._rank, self._world, device, self._timeout_s)
         self._backend.eager_connect_single_device(device)
 
-    def begin(self, messages: Sequence[Message]) -> dist.Work:
-        """Begin all of them together."""
+    def begin(self, messages: Sequence[Message]) -> list[dist.Work]:
         self._backend._start_coalescing()
         for message in messages:
-            move = self._backend.send if message.kind == "send" else self._backend.recv
-            move([message.data], message.peer, _DATA)
-        return self._backend._end_coalescing()  # type: ignore[no-any-return]
+            _begin(self._backend, message)
+        return [self._backend._end_coalescing()]
+
+
+def _begin(backend: Any, message: Message) -> dist.Work:
+    move = backend.send if message.kind == "send" else backend.recv
+    return move([message.data], message.peer, _DATA)  # type: ignore[no-any-return]
 
 
 def open_nccl(store: Any, rank: int, world: int, device: torch.device, timeout_s: float) -> Any:

@@ -30,7 +30,7 @@ from zeropage.layout import Layout
 from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store, allocate
 from zeropage.transport.base import accumulate, overtaken
-from zeropage.transport.channel import DeviceChannel, HostChannel, Message, in_host_memory
+from zeropage.transport.channel import Channel, DeviceChannel, HostChannel, Message, in_host_memory
 from zeropage.transport.control import describe_divergence
 from zeropage.transport.courier import Arrival, Courier, closed
 from zeropage.transport.group import Group
@@ -450,8 +450,7 @@ class Rounds:
 
     def _finish(self, traffic: _Traffic) -> None:
         if traffic.together:
-            # of a group that fails nobody knows whose fault it is
-            traffic.works.append((traffic.together[0].peer, self._begin_together(traffic.together)))
+            traffic.works += self._begin(self._device, traffic.together)
         for peer, work in traffic.works:
             self._wait(work, peer)
         for rank, target, part, scale, epoch, request in traffic.received:  # in rank order
@@ -497,9 +496,9 @@ class Rounds:
         works = []
         for peer in self._peers:
             if mine.numel():
-                works.append((peer, self._begin(Message("send", mine, peer))))
+                works += self._begin(self._host, [Message("send", mine, peer)])
             if sizes[peer]:
-                works.append((peer, self._begin(Message("receive", found[peer], peer))))
+                works += self._begin(self._host, [Message("receive", found[peer], peer)])
         for peer, work in works:
             self._wait(work, peer)
         return found
@@ -515,27 +514,20 @@ class Rounds:
 
     def _add(self, traffic: _Traffic, message: Message) -> None:
         if in_host_memory(message.data):
-            traffic.works.append((message.peer, self._begin(message)))
+            traffic.works += self._begin(self._host, [message])
         else:
             traffic.together.append(message)
 
-    def _begin(self, message: Message) -> dist.Work:
-        if self._host is None:
+    def _begin(self, channel: Channel | None, messages: Sequence[Message]) -> list[tuple[int, dist.Work]]:
+        """Each work with its peer; of a group that fails nobody knows whose fault it is, so the first one's stands."""
+        if channel is None:
             raise closed()
         try:
             with torch.inference_mode(False):
-                return self._host.begin(message)
-        except RuntimeError as error:
-            raise self._lost(message.peer, error) from error
-
-    def _begin_together(self, messages: Sequence[Message]) -> dist.Work:
-        if self._device is None:
-            raise closed()
-        try:
-            with torch.inference_mode(False):
-                return self._device.begin(messages)
+                works = channel.begin(messages)
         except RuntimeError as error:
             raise self._lost(messages[0].peer, error) from error
+        return [(message.peer, work) for message, work in zip(messages, works, strict=False)]
 
     def _connect(self, stores: Iterable[Store]) -> None:
         """Connect the devices, if any of `stores` is the first to need it; all ranks are here, with the same ones."""
