@@ -22,10 +22,15 @@ from torch import Tensor, nn
 from tests.harness.models import mean_square
 from tests.harness.pool import run
 
-__all__ = ["Record", "SameTraining", "TrainingMismatch", "adamw", "assert_same_training"]
+__all__ = ["TOLERANCE", "Record", "SameTraining", "TrainingMismatch", "adamw", "assert_same_training"]
 
-TOLERANCE = 1e-6
-"""The greatest difference where bits may differ, relative to the greatest value of the tensor."""
+TOLERANCE = 1e-5
+"""The greatest difference where bits may differ, relative to the greatest value of the tensor.
+
+A third cannot be told exactly, so the sums of three ranks differ from the reference's by a rounding, in which elements
+depends on the processor. Where the three cancel to a hundredth of their size it is a hundred times as much of the
+sum, and Adam moves by the sum's relative size: 100 x 6e-8 of a step.
+"""
 
 DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

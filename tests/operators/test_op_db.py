@@ -43,8 +43,9 @@ RESHAPED = {
 # torch's own code assigns a new tensor to its out= when an argument is of any subclass: the result is lost.
 LOSES_OUT = {"linalg.matrix_rank", "linalg.matrix_rank.hermitian"}
 
-TOLERANCE = 1e-6
-"""The greatest difference of the operators in `LAST_BITS`, relative to the greatest value."""
+TOLERANCE = 1e-5
+"""The greatest difference of the operators in `LAST_BITS`, relative to the greatest value: some sixty roundings, since
+LAPACK's other ways to singular values differ by more or fewer of them from one processor to the next."""
 
 LAST_BITS = {
     # torch takes another road for any tensor subclass: in formulas of autograd ...

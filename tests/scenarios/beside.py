@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropage as zp
+from tests.harness.training import TOLERANCE
 
 __all__ = ["EVERYWHERE", "averaged_backward", "everywhere", "plain_copy", "same", "same_parameters"]
 
 EVERYWHERE = [("shared", 2), ("collective", 2), ("shared", 3), ("collective", 3)]
 everywhere = pytest.mark.parametrize(("transport", "world"), EVERYWHERE)
-
-TOLERANCE = 1e-6  # relative to the greatest value, where bits may differ
 
 
 def averaged_backward(parameters: Iterable[nn.Parameter], loss_of: Callable[[int], Tensor]) -> None:

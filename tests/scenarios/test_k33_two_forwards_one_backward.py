@@ -15,7 +15,7 @@ from tests.scenarios.beside import everywhere
 def _difference(model: nn.Module, x: Tensor) -> Tensor:
     one = model(x[:3])
     with torch.no_grad():
-        target = model(x)[:3]
+        target = model(x)[2:]  # of other rows: else the last bias has no gradient but noise, which Adam blows up
     other = model(x[2:])
     return (one - other).square().mean() + 0.1 * (one - target).square().mean()
 

@@ -199,3 +199,31 @@ def test_a_lost_rank_is_named(transport: str, world: int, when: str) -> None:
         assert "rank 1" in result.message
     left = {name for name in set(os.listdir("/dev/shm")) - before if "zeropage" in name}
     assert not left
+
+
+LOST_FIRST = {"shared": 2, "collective": 1}
+
+
+def _one_after_the_other(transport: str) -> None:
+    """Rank 0 loses a rank; the third one comes later, and asks rank 0 before the other."""
+    engine = _engine(transport)
+    rank = torch.distributed.get_rank()
+    if rank == LOST_FIRST[transport]:
+        raise ValueError("bad batch")
+    if transport == "shared":  # here the others see who waits at a meeting; so rank 0 waits in its second backward
+        for step in range(2 - rank):
+            engine.backward(engine(mlp_batch(step, 0, rank)).square().mean())
+    if rank != 0:
+        time.sleep(1)
+    _writes(engine)
+
+
+@pytest.mark.parametrize("transport", [pytest.param("shared", marks=pytest.mark.slow), "collective"])
+def test_the_rank_lost_first_is_named(transport: str) -> None:
+    results = run(3, _one_after_the_other, transport, expect_errors=True, timeout=40)
+    first = LOST_FIRST[transport]
+    results.pop(first)
+    for result in results:
+        assert isinstance(result, Failure) and result.is_a("PeerLostError"), result
+        assert f"rank {first}" in result.message
+    assert f"having lost rank {first}" in results[1].message

@@ -43,6 +43,7 @@ class _Word(IntEnum):
     TEXT_LENGTHS = 6  # two words
     DATA_LENGTHS = 8  # two words
     MAPPED = 10  # number of the last meeting whose memory this rank has mapped
+    LOST = 11  # one more than the first rank that this rank has lost; 0: it has lost none
 
 
 class _State(IntEnum):
@@ -141,17 +142,23 @@ class Control:
             if waited > _LIVENESS_SECONDS:
                 self._check_peer(peer, ready)
             if waited > self.timeout_s and not ready():
-                raise PeerTimeoutError(
-                    f"rank {peer} did not come within {self.timeout_s:g} s: {self._where(peer)}; {self._here()}"
-                )
+                raise self._lost(PeerTimeoutError, peer, f"rank {peer} did not come within {self.timeout_s:g} s")
 
     def _check_peer(self, peer: int, ready: Callable[[], bool]) -> None:
         words = self._words[peer]
         if words[_Word.STATE] == _State.LEFT and not ready():
-            raise PeerLostError(f"rank {peer} has left: {self._where(peer)}; {self._here()}")
+            raise self._lost(PeerLostError, peer, f"rank {peer} has left")
         pid = int(words[_Word.PID])
         if pid and _start_time(pid) != words[_Word.START] and not ready():
-            raise PeerLostError(f"rank {peer} (process {pid}) died: {self._where(peer)}; {self._here()}")
+            raise self._lost(PeerLostError, peer, f"rank {peer} (process {pid}) died")
+
+    def _lost(self, kind: type[PeerLostError], peer: int, what: str) -> PeerLostError:
+        """The error, which names the rank that was lost first; those that lose this rank next learn it from here."""
+        first = int(self._words[peer][_Word.LOST]) - 1
+        if first >= 0:
+            what, peer = f"{what}, having lost rank {first}", first
+        self._mine[_Word.LOST] = self._mine[_Word.LOST] or peer + 1
+        return kind(f"{what}: {self._where(peer)}; {self._here()}")
 
     def _where(self, peer: int) -> str:
         met = self.arrived(peer)

@@ -53,7 +53,8 @@ class Inbox:
         self._serve = weakref.WeakMethod(serve)
         self._came = threading.Condition()
         self._heads: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
-        self._gone: set[int] = set()
+        self._gone: dict[int, int | None] = {}  # who has left or died, and whom it had lost before
+        self._lost: int | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()
@@ -71,9 +72,13 @@ class Inbox:
                 thread.start()
 
     def post(self, body: bytes, *, asks: bool) -> list[tuple[int, Any]]:
-        """Begin to send a header to every peer; `asks`: it needs an answer wherever the peer's program is."""
+        """Begin to send a header to every peer; `asks`: it needs an answer wherever the peer's program is.
+
+        Raises:
+            Lost: a peer has left or died.
+        """
         head = _head(_ASKS if asks else _WAITS, body)
-        return [(peer, self._channel.send_header(head, peer)) for peer in self._heads]
+        return [(peer, self._send(head, peer)) for peer in self._heads]
 
     def take(self, peer: int, timeout_s: float) -> bytes:
         """The next header of `peer`, without its first byte.
@@ -89,6 +94,17 @@ class Inbox:
             head = heads.popleft()
             self._came.notify_all()
             return head[1:]
+
+    def lost_by(self, peer: int) -> int | None:
+        """The rank that `peer`, which is gone, had lost itself."""
+        with self._came:
+            self._came.wait_for(lambda: peer in self._gone, _FAREWELL_SECONDS)  # data may be missed before the header
+            return self._gone.get(peer)
+
+    def lose(self, peer: int) -> None:
+        """This rank has lost `peer`. Those that wait for this one will find it gone too, and why in its farewell."""
+        if self._lost is None:
+            self._lost = peer
 
     def pending(self, peer: int) -> bool:
         return bool(self._heads[peer])
@@ -109,6 +125,12 @@ class Inbox:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, ends - time.monotonic()))
 
+    def _send(self, head: torch.Tensor, peer: int) -> Any:
+        try:
+            return self._channel.send_header(head, peer)
+        except RuntimeError:
+            raise Lost(peer, late=False) from None
+
     # -- in the threads
 
     def _put(self, peer: int, head: bytes) -> None:
@@ -116,14 +138,15 @@ class Inbox:
             self._heads[peer].append(head)
             self._came.notify_all()
 
-    def _lose(self, peer: int) -> None:
+    def _leaves(self, peer: int, lost: int | None) -> None:
         with self._came:
-            self._gone.add(peer)
+            self._gone[peer] = lost
             self._came.notify_all()
 
     def _say_farewell(self, peer: int) -> None:
         with contextlib.suppress(RuntimeError):  # a peer that died needs none
-            self._channel.send_header(_head(_LEAVES, b""), peer).wait(timedelta(seconds=_FAREWELL_SECONDS))
+            farewell = _head(_LEAVES, b"" if self._lost is None else str(self._lost).encode())
+            self._channel.send_header(farewell, peer).wait(timedelta(seconds=_FAREWELL_SECONDS))
 
     def _unanswered(self) -> tuple[int, bytes] | None:
         """A header that asks, with its peer."""
@@ -144,11 +167,12 @@ def _listen(inbox: Inbox, peer: int) -> None:
         try:
             inbox._channel.receive_header(head, peer).wait(_FOREVER)
         except RuntimeError:  # the connection broke
-            inbox._lose(peer)
+            inbox._leaves(peer, None)
             return
         data = head.numpy().tobytes()
         if data[0] == _LEAVES:
-            inbox._lose(peer)
+            lost = data[1:].rstrip(b"\0")
+            inbox._leaves(peer, int(lost) if lost else None)
             if not inbox._closed:
                 inbox._say_farewell(peer)  # so that its own thread for this rank ends
             return

@@ -465,14 +465,16 @@ class Rounds:
             raise closed()
         self._inbox.start()
         data = pickle.dumps(tuple(getattr(mine, name) for name in mine.__slots__))
+        head = len(data).to_bytes(8, "little") + data[:_ROOM]
         try:
-            sent = self._inbox.post(len(data).to_bytes(8, "little") + data[:_ROOM], asks=mine.asks)
-        except RuntimeError as error:
-            raise self._lost(self._peers[0], error) from error
-        heads = [b"" if peer == self.rank else self._take(peer) for peer in range(self.world)]
+            sent = self._inbox.post(head, asks=mine.asks)
+            heads = [
+                head if peer == self.rank else self._inbox.take(peer, self.timeout_s) for peer in range(self.world)
+            ]
+        except Lost as lost:
+            raise (self._too_late(lost.peer) if lost.late else self._gone(lost.peer)) from None
         for peer, work in sent:
             self._wait(work, peer)
-        heads[self.rank] = len(data).to_bytes(8, "little") + data[:_ROOM]
         lengths = [int.from_bytes(head[:8], "little") for head in heads]
         rest = torch.tensor(list(data[_ROOM:]), dtype=torch.uint8, device="cpu")
         tails = self._swap(rest, [max(0, length - _ROOM) for length in lengths])
@@ -480,12 +482,6 @@ class Rounds:
             _Request(*pickle.loads(head[8 : 8 + min(_ROOM, length)] + tail.numpy().tobytes()))
             for head, tail, length in zip(heads, tails, lengths, strict=True)
         ]
-
-    def _take(self, peer: int) -> bytes:
-        try:
-            return self._inbox.take(peer, self.timeout_s)
-        except Lost as lost:
-            raise (self._too_late(peer) if lost.late else self._gone(peer)) from None
 
     def _swap(self, mine: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
         """Everybody's bytes, by rank; `sizes` are known to all, a size of zero sends nothing."""
@@ -548,12 +544,17 @@ class Rounds:
         return self._too_late(peer) if late else self._gone(peer)
 
     def _too_late(self, peer: int) -> PeerTimeoutError:
+        self._inbox.lose(peer)
         return PeerTimeoutError(
             f"rank {peer} did not answer rank {self.rank} within {self.timeout_s:g} s. It may be in code that "
             "the other ranks do not run, or have raised an error that was caught."
         )
 
     def _gone(self, peer: int) -> PeerLostError:
+        first = self._inbox.lost_by(peer)
+        self._inbox.lose(peer if first is None else first)
+        if first is not None:
+            return PeerLostError(f"rank {peer} is gone, having lost rank {first} (seen by rank {self.rank})")
         return PeerLostError(
             f"rank {peer} is gone (seen by rank {self.rank}): it died, or let go of its model while others still "
             "read it. End the program on all ranks together, with engine.close() or torch.distributed.barrier()."
