@@ -62,9 +62,10 @@ def same(expected: Tensor, got: Tensor, what: str = "", *, exact: bool | None = 
 
 
 def same_parameters(plain: nn.Module, sharded: nn.Module, *, exact: bool | None = None) -> None:
-    """Assert equal names, values and trainability."""
+    """Assert equal names, values and trainability (all ranks: none lets go of its model while another one reads)."""
     expected, got = dict(plain.named_parameters()), dict(sharded.named_parameters())
     assert list(expected) == list(got)
     for name, parameter in expected.items():
         assert parameter.requires_grad == got[name].requires_grad, name
         same(parameter, got[name], name, exact=exact)
+    dist.barrier()
