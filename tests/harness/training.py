@@ -22,15 +22,7 @@ from torch import Tensor, nn
 from tests.harness.models import mean_square
 from tests.harness.pool import run
 
-__all__ = ["TOLERANCE", "Record", "SameTraining", "TrainingMismatch", "adamw", "assert_same_training"]
-
-TOLERANCE = 1e-5
-"""The greatest difference where bits may differ, relative to the greatest value of the tensor.
-
-A third cannot be told exactly, so the sums of three ranks differ from the reference's by a rounding, in which elements
-depends on the processor. Where the three cancel to a hundredth of their size it is a hundred times as much of the
-sum, and Adam moves by the sum's relative size: 100 x 6e-8 of a step.
-"""
+__all__ = ["Record", "SameTraining", "TrainingMismatch", "adamw", "assert_same_training", "tolerance_of"]
 
 DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -117,7 +109,7 @@ def assert_same_training(
     init: bool = False,
     call_engine: bool = True,
     exact: bool | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     timeout: float = 60.0,
 ) -> SameTraining:
     """Train plain and sharded; compare losses of each step, gradient norms, final parameters and buffers.
@@ -138,7 +130,8 @@ def assert_same_training(
         init: build under `zp.init` rather than `zp.shard` the built model.
         exact: bit for bit. By default with at most two ranks over shared memory or alone, except where
             the engine clips: it adds up squares by slice, so that the norm's last bit may differ.
-        tolerance: otherwise, the greatest difference relative to the greatest value of each tensor.
+        tolerance: otherwise, the greatest difference relative to the greatest value of each tensor; by default
+            that of `tolerance_of`.
 
     Raises:
         TrainingMismatch: the two differ.
@@ -168,8 +161,20 @@ def assert_same_training(
         exact = world <= 2 and transport in EXACT_TRANSPORTS and not (engine and clip is not None)
     ranks = run(world, train_sharded, training, timeout=timeout)
     reference = train_plain(training)
+    if tolerance is None:
+        tolerance = tolerance_of(world)
     assert_same_records(reference, ranks, tolerance=0.0 if exact else tolerance)
     return SameTraining(reference, ranks)
+
+
+def tolerance_of(world: int) -> float:
+    """The greatest difference where bits may differ, relative to the greatest value of the tensor.
+
+    A third cannot be told exactly, so the sums of three ranks differ from the reference's by a rounding, in which
+    elements depends on the processor. Where the three cancel to a hundredth of their size it is a hundred times as
+    much of the sum, and Adam moves by the sum's relative size: 100 x 6e-8 of a step.
+    """
+    return 1e-6 if world <= 2 else 1e-5
 
 
 # --- the reference ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropage as zp
-from tests.harness.training import TOLERANCE
+from tests.harness.training import tolerance_of
 
 __all__ = ["EVERYWHERE", "averaged_backward", "everywhere", "plain_copy", "same", "same_parameters"]
 
@@ -58,7 +58,9 @@ def same(expected: Tensor, got: Tensor, what: str = "", *, exact: bool | None = 
     else:
         scale = float(expected.abs().max()) if expected.numel() else 0.0
         error = float((value - expected).abs().max()) if expected.numel() else 0.0
-        assert error <= TOLERANCE * scale, f"{what}: off by {error:g} at values up to {scale:g}"
+        assert error <= tolerance_of(dist.get_world_size()) * scale, (
+            f"{what}: off by {error:g} at values up to {scale:g}"
+        )
 
 
 def same_parameters(plain: nn.Module, sharded: nn.Module, *, exact: bool | None = None) -> None:
