@@ -19,7 +19,7 @@ from zeropage.errors import TransportUnavailableError
 from zeropage.memory.disk import DiskSlice
 from zeropage.transport.group import Group
 
-__all__ = ["Channel", "DeviceChannel", "HostChannel", "Message", "in_host_memory"]
+__all__ = ["Channel", "Collective", "DeviceChannel", "HostChannel", "Message", "in_host_memory"]
 
 _DATA, _HEADERS = 0, 1  # tags of messages
 
@@ -31,6 +31,18 @@ class Message:
     kind: Literal["send", "receive"]
     data: torch.Tensor
     peer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collective:
+    """What all ranks do at once to one page: bring its slices together, or add up their parts of it for the owners.
+
+    `whole` (1-D) has a part of equal length for each rank; `part` is what belongs to this one.
+    """
+
+    kind: Literal["all_gather", "reduce_scatter"]
+    whole: torch.Tensor
+    part: torch.Tensor
 
 
 class Channel(Protocol):
@@ -98,6 +110,16 @@ class DeviceChannel:
         for message in messages:
             _begin(self._backend, message)
         return [self._backend._end_coalescing()]
+
+    def begin_collectives(self, collectives: Sequence[Collective]) -> dist.Work:
+        """Begin them as one group (collective: all ranks come with the same ones, in the same order)."""
+        self._backend._start_coalescing()
+        for move in collectives:
+            if move.kind == "all_gather":
+                self._backend._allgather_base(move.whole, move.part)
+            else:
+                self._backend._reduce_scatter_base(move.part, move.whole)
+        return self._backend._end_coalescing()  # type: ignore[no-any-return]
 
 
 def _begin(backend: Any, message: Message) -> dist.Work:

@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -30,11 +29,12 @@ from zeropage.layout import Layout
 from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store, allocate
 from zeropage.transport.base import accumulate, overtaken
-from zeropage.transport.channel import Channel, DeviceChannel, HostChannel, Message, in_host_memory
+from zeropage.transport.channel import Channel, Collective, DeviceChannel, HostChannel, Message, in_host_memory
 from zeropage.transport.control import describe_divergence
 from zeropage.transport.courier import Arrival, Courier, closed
 from zeropage.transport.group import Group
 from zeropage.transport.inbox import HEADER, Inbox, Lost
+from zeropage.transport.requests import Kind, Part, Request, Round, wanted_by_all
 
 __all__ = ["RoundAccumulator", "Rounds"]
 
@@ -43,61 +43,22 @@ _PIECE = 16 << 20  # gloo pipelines messages of this size best
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
 )  # fmt: skip
-
-
-class _Kind(IntEnum):
-    MEET = 0  # wait until all ranks have come here; serve meanwhile
-    GATHER = 1  # send me these pages
-    ADD = 2  # take my parts of these gradients
-    AWAIT = 3  # wait until all have ended as many backwards as I; serve meanwhile
-    IDLE = 4  # I want nothing: my program is elsewhere
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What one rank wants in one round. Everything in it is the same on all ranks once exchanged."""
-
-    kind: _Kind
-    intent: str = ""
-    payload: bytes = b""
-    pages: tuple[tuple[int, int], ...] = ()  # (uid, check) of each page asked for, or added to
-    parts: tuple[tuple[int, float, int], ...] = ()  # (epoch, scale, dtype) of what is added to each
-    reentrant: bool = False  # the backward that adds runs inside another one
-    ended: int = 0  # backwards that the sender has ended
-    made: int = 0  # stores that the sender has made
-
-    @property
-    def turn(self) -> int:
-        """The number of the backward that adds."""
-        return self.ended + 1
-
-    @property
-    def asks(self) -> bool:
-        """Whether the others must answer wherever their programs are."""
-        return self.kind in (_Kind.GATHER, _Kind.ADD)
+_REDUCED = (torch.float32, torch.bfloat16, torch.float64)  # by devices, before they are scaled: fp16 might overflow
 
 
 @dataclass(slots=True)
 class _Traffic:
-    """The messages of one round: those in host memory are in flight, those of devices are begun together."""
+    """The messages of one round: those in host memory are in flight, those of devices are begun together.
 
+    `in_common`: the pages, by number, that all ranks move at once instead (see [Note: native collectives]).
+    """
+
+    in_common: frozenset[int] = frozenset()
     works: list[tuple[int, dist.Work]] = field(default_factory=list)
     together: list[Message] = field(default_factory=list)
+    collectives: dict[int, Collective] = field(default_factory=dict)  # by the number of the page
     keep: list[torch.Tensor] = field(default_factory=list)
-    received: list[tuple[int, RoundAccumulator, torch.Tensor, float, int, _Request]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """What all ranks wanted in a round, by rank, and whose wishes have to wait for another one."""
-
-    requests: list[_Request]
-    deferred: set[int]
-
-    @property
-    def moved(self) -> bool:
-        """Whether any rank's program got on with its work."""
-        return any(request.asks and rank not in self.deferred for rank, request in enumerate(self.requests))
+    received: list[tuple[int, RoundAccumulator, torch.Tensor, float, int, Request]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +209,7 @@ class Rounds:
 
     def _fetch(self, wanted: Sequence[_Wanted]) -> None:
         pages = tuple((store.uid, store.check) for store, _ in wanted)
-        self._insist(_Request(_Kind.GATHER, pages=pages), self._was_served, frames=wanted)
+        self._insist(Request(Kind.GATHER, pages=pages), self._was_served, frames=wanted)
 
     def add(self, target: RoundAccumulator, gradient: torch.Tensor, scale: float, epoch: int) -> None:
         """Beside the program: `gradient` is kept as it is until it has been sent (see `drain`)."""
@@ -259,8 +220,8 @@ class Rounds:
         self._courier.deliver(parcel, gradient.numel() * gradient.element_size())
 
     def _deliver(self, parcels: Sequence[_Parcel]) -> None:
-        request = _Request(
-            _Kind.ADD,
+        request = Request(
+            Kind.ADD,
             pages=tuple((parcel.target.store.uid, parcel.target.store.check) for parcel in parcels),
             parts=tuple((parcel.epoch, parcel.scale, _DTYPES.index(parcel.gradient.dtype)) for parcel in parcels),
             reentrant=parcels[0].reentrant,
@@ -281,7 +242,7 @@ class Rounds:
     def meet(self, intent: str, payload: bytes = b"", *, to_write: bool = False) -> list[bytes]:
         self.drain()
         with self._lock:
-            requests = self._insist(_Request(_Kind.MEET, intent=intent, payload=payload), _all_meet)
+            requests = self._insist(Request(Kind.MEET, intent=intent, payload=payload), _all_meet)
             intents = [request.intent for request in requests]
             if any(other != intents[0] for other in intents):
                 raise DivergenceError(describe_divergence(intents))
@@ -292,7 +253,7 @@ class Rounds:
     def await_ended(self) -> None:
         """Serve until every rank has ended as many backwards as this one, or waits at a meeting."""
         self.drain()
-        self._insist(_Request(_Kind.AWAIT), self._all_ended)
+        self._insist(Request(Kind.AWAIT), self._all_ended)
 
     def scatter(self, store: Store, full: torch.Tensor | None, source: int) -> None:
         self.drain()
@@ -319,12 +280,12 @@ class Rounds:
 
     def _insist(
         self,
-        mine: _Request,
-        done: Callable[[_Round], bool],
+        mine: Request,
+        done: Callable[[Round], bool],
         frames: Sequence[_Wanted] = (),
         gradients: Sequence[torch.Tensor] = (),
         between: Callable[[], None] | None = None,
-    ) -> list[_Request]:
+    ) -> list[Request]:
         """Make rounds until one is `done`; while the others' programs do something, that may take its time."""
         since = time.monotonic()
         while True:
@@ -334,16 +295,16 @@ class Rounds:
             if made.moved:
                 since = time.monotonic()
             elif time.monotonic() - since > self.timeout_s:
-                idle = [rank for rank, request in enumerate(made.requests) if request.kind is _Kind.IDLE]
+                idle = [rank for rank, request in enumerate(made.requests) if request.kind is Kind.IDLE]
                 raise self._too_late(idle[0] if idle else min(self._peers))
             if between is not None:
                 between()
 
-    def _was_served(self, made: _Round) -> bool:
+    def _was_served(self, made: Round) -> bool:
         return self.rank not in made.deferred
 
-    def _all_ended(self, made: _Round) -> bool:
-        return all(other.kind is _Kind.MEET or other.ended >= self.ended for other in made.requests)
+    def _all_ended(self, made: Round) -> bool:
+        return all(other.kind is Kind.MEET or other.ended >= self.ended for other in made.requests)
 
     def _serve(self, peer: int) -> None:
         """Answer a header of `peer` that the program does not come for (in a thread of the inbox)."""
@@ -351,7 +312,7 @@ class Rounds:
             if self._inbox.pending(peer) and not self.writing and self._failed is None and self._host is not None:
                 try:
                     with torch.no_grad():
-                        self._round(_Request(_Kind.IDLE))
+                        self._round(Request(Kind.IDLE))
                 except Exception as error:  # told to the program when it comes
                     self._failed = error
 
@@ -359,27 +320,27 @@ class Rounds:
 
     def _round(
         self,
-        mine: _Request,
+        mine: Request,
         frames: Sequence[_Wanted] = (),
         gradients: Sequence[torch.Tensor] = (),
-    ) -> _Round:
+    ) -> Round:
         with self._lock:
             if self._failed is not None:
                 raise self._failed
             requests = self._exchange(replace(mine, ended=self.ended, made=self._made))
-            made = _Round(requests, self._deferred(requests))
+            made = Round(requests, self._deferred(requests))
             served = [(rank, request) for rank, request in enumerate(requests) if rank not in made.deferred]
             self._connect(self._stores[uid] for _, request in served for uid, _ in request.pages)
-            traffic = _Traffic()
+            traffic = _Traffic(self._in_common([request for _, request in served]))
             for rank, request in served:
-                if request.kind is _Kind.GATHER:
+                if request.kind is Kind.GATHER:
                     self._serve_gather(traffic, rank, request, frames)
-                elif request.kind is _Kind.ADD:
+                elif request.kind is Kind.ADD:
                     self._serve_add(traffic, rank, request, gradients)
             self._finish(traffic)
             return made
 
-    def _deferred(self, requests: list[_Request]) -> set[int]:
+    def _deferred(self, requests: list[Request]) -> set[int]:
         """The ranks whose requests have to wait for another round. All ranks see the same headers and come to the
         same conclusion; so all of them raise, or none.
 
@@ -391,16 +352,16 @@ class Rounds:
         deferred: set[int] = set()
         unknown = {}
         for rank, request in enumerate(requests):
-            known = self._sums if request.kind is _Kind.ADD else self._stores
+            known = self._sums if request.kind is Kind.ADD else self._stores
             for uid, check in request.pages:
                 without = [other for other in requests if other.made < uid]
-                if without and all(other.kind not in (_Kind.MEET, _Kind.AWAIT) for other in without):
+                if without and all(other.kind not in (Kind.MEET, Kind.AWAIT) for other in without):
                     deferred.add(rank)  # they will have made it when their programs have come as far
                     continue
                 store = self._stores.get(uid)
                 if without or uid not in known or store is None or store.check != check:
                     unknown[rank] = uid
-            orders = request.kind is _Kind.ADD and self._deterministic and rank not in deferred and rank not in unknown
+            orders = request.kind is Kind.ADD and self._deterministic and rank not in deferred and rank not in unknown
             if orders and not all(self._goes_before(other, rank, requests, deferred) for other in range(self.world)):
                 deferred.add(rank)
         if unknown:
@@ -410,23 +371,47 @@ class Rounds:
             )
         return deferred
 
-    def _goes_before(self, other: int, rank: int, requests: list[_Request], deferred: set[int]) -> bool:
+    def _goes_before(self, other: int, rank: int, requests: list[Request], deferred: set[int]) -> bool:
         """Whether `other` has nothing to add that comes before what `rank` wants to add now."""
         mine, theirs = requests[rank], requests[other]
         needed = mine.turn if other < rank else mine.turn - 1
-        if theirs.kind is _Kind.MEET or theirs.ended >= needed:
+        if theirs.kind is Kind.MEET or theirs.ended >= needed:
             return True
         now: set[tuple[int, int]] = set()  # what it adds in this very round
-        if other < rank and theirs.kind is _Kind.ADD and theirs.turn == mine.turn and not theirs.reentrant:
+        if other < rank and theirs.kind is Kind.ADD and theirs.turn == mine.turn and not theirs.reentrant:
             now = set() if other in deferred else set(theirs.pages)
         return all(page in now or self._sums[page[0]].has_added(other, needed) for page in mine.pages)
 
-    def _serve_gather(self, traffic: _Traffic, rank: int, request: _Request, frames: Sequence[_Wanted]) -> None:
+    def _in_common(self, served: list[Request]) -> frozenset[int]:
+        """The pages that all ranks ask for, or add to alike, and that are moved by a collective of the devices.
+
+        [Note: native collectives] What all ranks want crosses the border of a host once in a ring, and once for each
+        rank behind it in messages. So it goes by all-gather or reduce-scatter where nothing is lost by that: a
+        reduce-scatter adds in an order of its own and in the gradients' dtype; messages are added in the order of ranks
+        and in the dtype of the sum. All ranks see the same requests, and come to the same answer.
+        """
+        connected = self._device is not None and self._device.connected
+        if not connected or len(served) < self.world or (self._deterministic and served[0].kind is Kind.ADD):
+            return frozenset()
+        wishes = wanted_by_all(served)
+        return frozenset(uid for (uid, _), part in wishes if self._is_collective(self._stores[uid], part))
+
+    def _is_collective(self, store: Store, part: Part | None) -> bool:
+        """Whether devices have a collective for it: slices of one length; a `part` in the dtype of the sum."""
+        even = store.layout.numel == store.layout.world * store.layout.chunk
+        added = part is None or (store.dtype == _DTYPES[part[2]] and store.dtype in _REDUCED)
+        return even and added and not in_host_memory(store.slice)
+
+    def _serve_gather(self, traffic: _Traffic, rank: int, request: Request, frames: Sequence[_Wanted]) -> None:
         if rank != self.rank:
             for uid, _ in request.pages:
-                self._send(traffic, self._stores[uid].values(), rank)
+                if uid not in traffic.in_common:
+                    self._send(traffic, self._stores[uid].values(), rank)
             return
         for store, frame in frames:
+            if store.uid in traffic.in_common:
+                traffic.collectives[store.uid] = Collective("all_gather", _bytes(frame), _bytes(store.values()))
+                continue
             for owner in range(self.world):
                 part = frame[slice(*store.layout.bounds(owner))]
                 if owner == self.rank:
@@ -434,21 +419,28 @@ class Rounds:
                 else:
                     self._receive(traffic, part, owner)
 
-    def _serve_add(self, traffic: _Traffic, rank: int, request: _Request, gradients: Sequence[torch.Tensor]) -> None:
+    def _serve_add(self, traffic: _Traffic, rank: int, request: Request, gradients: Sequence[torch.Tensor]) -> None:
         for index, ((uid, _), (epoch, scale, dtype)) in enumerate(zip(request.pages, request.parts, strict=True)):
             target = self._sums[uid]
-            layout = target.store.layout
+            layout, device = target.store.layout, target.store.slice.device
             low, high = layout.bounds(self.rank)
-            if rank == self.rank:
+            if uid in traffic.in_common:  # all of it counts as this rank's part, and the others' as empty
+                part = allocate(high - low if rank == self.rank else 0, _DTYPES[dtype], device)
+                if rank == self.rank:
+                    traffic.collectives[uid] = Collective("reduce_scatter", gradients[index], part)
+            elif rank == self.rank:
                 for peer in self._peers:
                     self._send(traffic, gradients[index][slice(*layout.bounds(peer))], peer)
                 part = gradients[index][low:high]
             else:
-                part = allocate(high - low, _DTYPES[dtype], target.store.shard.device)
+                part = allocate(high - low, _DTYPES[dtype], device)
                 self._receive(traffic, part, rank)
             traffic.received.append((rank, target, part, scale, epoch, request))
 
     def _finish(self, traffic: _Traffic) -> None:
+        if traffic.collectives:
+            in_one_order = sorted(traffic.collectives)
+            traffic.works += self._begin_collectives([traffic.collectives[uid] for uid in in_one_order])
         if traffic.together:
             traffic.works += self._begin(self._device, traffic.together)
         for peer, work in traffic.works:
@@ -460,7 +452,7 @@ class Rounds:
 
     # -- messages
 
-    def _exchange(self, mine: _Request) -> list[_Request]:
+    def _exchange(self, mine: Request) -> list[Request]:
         if self._host is None:
             raise closed()
         self._inbox.start()
@@ -479,7 +471,7 @@ class Rounds:
         rest = torch.tensor(list(data[_ROOM:]), dtype=torch.uint8, device="cpu")
         tails = self._swap(rest, [max(0, length - _ROOM) for length in lengths])
         return [
-            _Request(*pickle.loads(head[8 : 8 + min(_ROOM, length)] + tail.numpy().tobytes()))
+            Request(*pickle.loads(head[8 : 8 + min(_ROOM, length)] + tail.numpy().tobytes()))
             for head, tail, length in zip(heads, tails, lengths, strict=True)
         ]
 
@@ -525,6 +517,16 @@ class Rounds:
             raise self._lost(messages[0].peer, error) from error
         return [(message.peer, work) for message, work in zip(messages, works, strict=False)]
 
+    def _begin_collectives(self, collectives: Sequence[Collective]) -> list[tuple[int, dist.Work]]:
+        """One work for all; of one that fails nobody knows whose fault it is, so the first peer stands."""
+        if self._device is None:
+            raise closed()
+        try:
+            with torch.inference_mode(False):
+                return [(self._peers[0], self._device.begin_collectives(collectives))]
+        except RuntimeError as error:
+            raise self._lost(self._peers[0], error) from error
+
     def _connect(self, stores: Iterable[Store]) -> None:
         """Connect the devices, if any of `stores` is the first to need it; all ranks are here, with the same ones."""
         if self._device is None or self._device.connected:
@@ -566,13 +568,14 @@ def _leave(courier: Courier[_Wanted, _Parcel], inbox: Inbox) -> None:
     inbox.close()
 
 
-def _all_meet(made: _Round) -> bool:
-    return all(request.kind is _Kind.MEET for request in made.requests)
+def _all_meet(made: Round) -> bool:
+    return all(request.kind is Kind.MEET for request in made.requests)
 
 
 def _pieces(data: torch.Tensor) -> list[torch.Tensor]:
-    if data.numel() == 0:
-        return []
-    if data.dtype in (torch.complex64, torch.complex128):
-        data = torch.view_as_real(data).reshape(-1)
-    return list(data.detach().split(max(1, _PIECE // data.element_size())))
+    return list(_bytes(data).split(_PIECE)) if data.numel() else []
+
+
+def _bytes(data: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: backends do not know every dtype."""
+    return data.detach().view(torch.uint8)
