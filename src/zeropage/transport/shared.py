@@ -20,6 +20,7 @@ import torch
 from zeropage.layout import Layout
 from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store
+from zeropage.memory.nodes import home_node, place
 from zeropage.memory.shared import SharedBlock, create, open_of_process
 from zeropage.transport.base import accumulate, overtaken
 from zeropage.transport.control import BLOCK, Control
@@ -156,6 +157,7 @@ class SharedTransport:
         self.deterministic = deterministic
         self._rounds = Rounds(group, timeout_s, 0, deterministic=deterministic)
         self._uid = 0
+        self._node = home_node()
         self._handed_over: int | None = None
         self._turn = 0
         self._in_backward = False
@@ -188,11 +190,15 @@ class SharedTransport:
     def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> SharedAccumulator:
         head = _LINE * self.world
         block = self._map(f"gradient of {name}: {layout.numel} x {dtype}", head + layout.numel * dtype.itemsize)
-        store = self._store(layout, block.tensor(dtype, layout.numel, head), block)
+        store = self._store(layout, block.tensor(dtype, layout.numel, head), block, head)
         return SharedAccumulator(name, store, block, self)
 
-    def _store(self, layout: Layout, whole: torch.Tensor, block: SharedBlock) -> Store:
+    def _store(self, layout: Layout, whole: torch.Tensor, block: SharedBlock, head: int = 0) -> Store:
+        """Over `whole`, which begins at byte `head` of the block; this rank's slice is to lie near it."""
         self._uid += 1
+        if self._node is not None:
+            low, high = layout.bounds(self.rank)
+            place(block.buffer, head + low * whole.itemsize, head + high * whole.itemsize, self._node)
         return Store(self._uid, 0, layout, whole[slice(*layout.bounds(self.rank))], whole, owner=block)
 
     def _map(self, what: str, nbytes: int) -> SharedBlock:
