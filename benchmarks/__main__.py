@@ -58,7 +58,7 @@ def main() -> None:
     cases = [case for piece in timed for case in PIECES[piece](model) if options.only in case.name]
     names = options.competitors.split(",") if options.competitors else []
     competitors = [c for case in cases for c in case.competitors]
-    known = dict.fromkeys(c.name for c in [*competitors, *(training.COMPETITORS if "b4" in options.pieces else ())])
+    known = dict.fromkeys(c.name for c in [*competitors, *(memory.COMPETITORS if "b4" in options.pieces else ())])
     if set(names) - set(known):
         parser.error(f"there is no competitor {', '.join(set(names) - set(known))}; there are {', '.join(known)}")
     for case in cases:

@@ -3,28 +3,41 @@
 The proportional set size (shared memory counted in equal parts) of all ranks together, over what they held before
 any model was made. *Peak* is the most seen while steps ran; *steady*, what is held between two steps. The floor is 16
 bytes a parameter (fp32: parameter, gradient, two moments; bf16: the same with an fp32 master, its gradient kept in 16
-bits) over all ranks, and the activations of each rank, measured on an unsharded model by what autograd saves.
+bits) over all ranks, and the activations of each rank: the most that forward and backward of an unsharded model
+hold at a time, parameters aside, where each gradient is dropped as soon as it is there.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.competitors.base import Job
 from benchmarks.fleet import Competitor, Fleet, FleetError
 from benchmarks.models import SHAPES
-from benchmarks.pieces.training import COMPETITORS
+from benchmarks.pieces import training
 
-__all__ = ["Held", "activations", "cases", "measure", "table"]
+__all__ = ["COMPETITORS", "Held", "activations", "cases", "measure", "table"]
 
 _EVERY = 0.02  # seconds between two looks
+
+# Also with gradients summed in 16 bits, as the floor has them.
+_NARROW = tuple(
+    replace(one, name=f"{one.name} (sums in bf16)", options={**one.options, "reduce_dtype": "bf16"})
+    for one in training.COMPETITORS
+    if one.name.startswith("zeropage")
+)
+COMPETITORS = (*_NARROW, *training.COMPETITORS)
 
 
 @dataclass
@@ -95,24 +108,48 @@ class _Watcher:
 
 
 def activations(job: dict[str, Any]) -> int:
-    """Bytes that autograd saves in one forward of the unsharded model, parameters aside."""
+    """Bytes that forward and backward of the unsharded model hold at their highest, parameters and sums aside."""
     one = replace(Job.of(job, 0, 1), accumulate=1)
     model = one.build()
     if one.precision == "bf16":
         model.bfloat16()
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen: dict[int, int] = {}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_drop)
+    with _Live({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) as live:
+        model(one.batches(0)[0]).backward()
+    return live.most
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(one.batches(0)[0])
-    del loss
-    return sum(seen.values())
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes behind what operators return, for as long as anybody holds it. `known` are not counted."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.most = 0
+        self._known, self._now = known, 0
+        self._seen: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        self.most = max(self.most, self._now)
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen or storage.data_ptr() in self._known:
+            return
+        self._seen.add(storage)
+        self._now += storage.nbytes()
+        weakref.finalize(storage, self._gone, storage.nbytes())
+
+    def _gone(self, nbytes: int) -> None:
+        self._now -= nbytes
 
 
 def table(job: dict[str, Any], world: int, held: Sequence[Held], saved: int) -> str:

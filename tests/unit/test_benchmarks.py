@@ -10,6 +10,8 @@ from benchmarks.__main__ import PIECES
 from benchmarks.alternate import Case, Outcome, gate, to_end
 from benchmarks.fleet import Window
 from benchmarks.measure import ratio, summary
+from benchmarks.models import SHAPES
+from benchmarks.pieces import memory
 from benchmarks.report import markdown
 
 
@@ -73,3 +75,10 @@ def test_the_largest_end_until_another_one_fits() -> None:
 def test_every_competitor_can_be_named_on_the_command_line() -> None:
     names = {c.name for piece in PIECES.values() for case in piece(Path("x")) for c in case.competitors}
     assert names and not [name for name in names if "," in name]
+
+
+def test_the_floor_has_what_an_unsharded_model_holds_at_once() -> None:
+    job = {"model": "test", "tokens": 64, "precision": "fp32"}
+    kept, recomputed = (memory.activations({**job, "checkpointing": flag}) for flag in (False, True))
+    logits = 64 * SHAPES["test"].vocabulary * 4
+    assert 2 * logits <= recomputed < kept < 16 * logits
