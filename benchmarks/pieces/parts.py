@@ -45,7 +45,7 @@ def _moving(what: str, megabytes: int, precision: str) -> Case:
 
 
 def b5() -> list[Case]:
-    """One rank steps 50 M parameters: nanoseconds a parameter."""
+    """50 M parameters are stepped: nanoseconds a parameter. By one rank, and by four with and without spare threads."""
     module = "benchmarks.competitors.stepping"
     return [
         Case(
@@ -68,7 +68,22 @@ def b5() -> list[Case]:
             nbytes=24 * NUMEL,
             per_unit=NUMEL * 1e-9,
             unit="ns a parameter",
-        )
+        ),
+        Case(
+            name="B5 optimizer, bf16, clipped, 4 ranks",
+            competitors=[
+                Competitor(name, f"{module}:{work}", {"unbound": unbound}, libraries, gated=work == "Zeropage")
+                for work, libraries in (("Zeropage", ("zeropage",)), ("Torch", ()))
+                for unbound in (False, True)
+                for name in (work.lower() + " with all threads" * unbound,)
+            ],
+            job={"model": "", "tokens": 0},
+            world=4,
+            tolerance=1e-2,
+            nbytes=24 * NUMEL,
+            per_unit=NUMEL * 1e-9,
+            unit="ns a parameter",
+        ),
     ]
 
 

@@ -31,6 +31,7 @@ from zeropage.pager import Pager
 from zeropage.relay import OrderedTransport
 from zeropage.steps import StepHooks
 from zeropage.tensor import PagedTensor, check_parameter
+from zeropage.threads import fitting_threads
 from zeropage.transport import Group, Transport, find_group, open_transport
 from zeropage.watch import Watcher, can_be_paged, storage_key
 
@@ -190,15 +191,12 @@ def _transport_for(device: torch.device, lane: Lane, config: Config, group: Grou
 
 
 def _warn_of_threads(transport: Transport) -> None:
-    """Threads beyond the cores wait for each other, and a step takes several times as long."""
-    # the host's cores, not those that this rank may use: it may be pinned to one of its own
-    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-    if transport.name == "shared" and transport.rank == 0 and threads > 1 and transport.world * threads > cores:
-        fitting = max(1, cores // transport.world)
+    threads, fitting = torch.get_num_threads(), fitting_threads(transport)
+    if transport.rank == 0 and threads > fitting:
         _log.warning(
             "%d ranks with %d threads each share %d cores and will wait for each other: start them with "
             "OMP_NUM_THREADS=%d, or call torch.set_num_threads(%d) in each",
-            transport.world, threads, cores, fitting, fitting,
+            transport.world, threads, os.cpu_count(), fitting, fitting,
         )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from zeropage.pager import Pager
 from zeropage.precision import keeps_exact, kept_dtype
 from zeropage.reports import MemoryReport, StepResult
 from zeropage.tensor import PagedTensor
+from zeropage.threads import threads_that_fit
 
 __all__ = ["Engine"]
 
@@ -210,9 +211,10 @@ class Engine:
             return StepResult(False, None, self.loss_scale, reason="accumulating")
         self._micro_steps = 0
         check_optimizer(optimizer.optimizer, self.module)
-        verdict = self._judge(optimizer)
-        self.grad_norm = self._norm(verdict)
-        result = self._skip(verdict) if verdict.reason else self._apply(optimizer)
+        with threads_that_fit(self._pagers[0].transport):
+            verdict = self._judge(optimizer)
+            self.grad_norm = self._norm(verdict)
+            result = self._skip(verdict) if verdict.reason else self._apply(optimizer)
         if verdict.save_failed:
             self._finish_save()  # raises on all ranks
         return result
