@@ -182,7 +182,9 @@ class Engine:
             The norm of the averaged, unscaled gradient before clipping.
         """
         self._require_open()
-        self.grad_norm = self._norm(self._judge(self._require_optimizer()))
+        optimizer = self._require_optimizer()
+        with threads_that_fit(self._pagers[0].transport):
+            self.grad_norm = self._norm(self._judge(optimizer))
         self._clip_next = max_norm
         return self.grad_norm
 

@@ -82,7 +82,7 @@ class HostedTransport(Relay):
         if self.name == "shared":
             store = self.inner.allocate(name, layout, dtype, _HOST)
             assert isinstance(store.owner, SharedBlock)
-            self.lane.pin(store.owner.buffer)
+            self.lane.pin(store.owner.storage)
             return HostedStore(store)
         self.inner.meet(f"allocate page {name} of {layout.numel} x {dtype} in host memory")
         return HostedStore(self.inner.private(self._pinned(layout.length(self.rank), dtype), layout))
@@ -91,9 +91,9 @@ class HostedTransport(Relay):
         with torch.inference_mode(False):
             if not count:
                 return torch.empty(0, dtype=dtype, device=_HOST)
-            mapping = map_memory(count * dtype.itemsize)
-            self.lane.pin(mapping)
-            return torch.frombuffer(mapping, dtype=dtype, count=count)
+            memory = torch.frombuffer(map_memory(count * dtype.itemsize), dtype=dtype, count=count)
+            self.lane.pin(memory.untyped_storage())
+            return memory
 
     def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> Accumulator:
         if not self.lane.serves(device):

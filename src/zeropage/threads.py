@@ -29,7 +29,10 @@ def fitting_threads(transport: Transport) -> int:
 
 @contextmanager
 def threads_that_fit(transport: Transport) -> Iterator[None]:
-    """Inside, this rank has no more threads than fit: for what all ranks do at the same time."""
+    """Inside, the calling thread uses no more threads than fit: for what all ranks do at the same time.
+
+    A thread of the program that computes for the first time meanwhile keeps the lower number, as torch hands it on.
+    """
     before, fitting = torch.get_num_threads(), fitting_threads(transport)
     if fitting == before:
         yield

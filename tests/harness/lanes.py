@@ -13,7 +13,6 @@ A frame that is filled while it is in use would be overwritten under operators t
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,8 +74,8 @@ class StandInLane:
     def serves(self, device: torch.device) -> bool:
         return True
 
-    def pin(self, mapping: mmap.mmap) -> None:
-        self.pinned.append(len(mapping))
+    def pin(self, memory: torch.UntypedStorage) -> None:
+        self.pinned.append(memory.nbytes())
 
     def staging(self, count: int, dtype: torch.dtype) -> Tensor:
         self.calls["staging"] += 1

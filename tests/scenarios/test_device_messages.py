@@ -1,8 +1,9 @@
 """Messages between devices: begun as one group a round, over connections that all ranks make together.
 
 No device is needed: a stand-in for NCCL takes whatever is no header, and moves it over gloo. Like NCCL at its worst it
-comes to an end with one group before it begins the next, and it knows no message outside of a group. What all ranks
-want at once goes by all-gather, and by reduce-scatter where the order of additions is free.
+comes to an end with one group before it begins the next, it moves nothing before somebody waits, and it knows no
+message outside of a group. What all ranks want at once goes by all-gather, and by reduce-scatter where the order of
+additions is free.
 """
 
 from __future__ import annotations
@@ -30,6 +31,19 @@ from zeropage.transport.rounds import Rounds
 STEPS = 3
 
 
+class _Group:
+    """Moves nothing before somebody waits: whoever reads too early sees what was there before."""
+
+    def __init__(self, calls: list[Callable[[], dist.Work]]) -> None:
+        self._calls = calls
+        self.waited_for = False
+
+    def wait(self, timeout: timedelta) -> None:
+        for work in [call() for call in self._calls]:
+            work.wait(timeout)
+        self.waited_for = True
+
+
 class _StandIn:
     """As `torch.distributed.ProcessGroupNCCL`."""
 
@@ -37,6 +51,7 @@ class _StandIn:
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
         self._group: list[Callable[[], dist.Work]] | None = None
         self._kinds: set[str] = set()
+        self._last: _Group | None = None
         self.connected = False
         self.groups = 0
         self.calls: Counter[str] = Counter()
@@ -48,7 +63,13 @@ class _StandIn:
 
     def _start_coalescing(self) -> None:
         assert self.connected and self._group is None
+        self.end_last()
         self._group = []
+
+    def end_last(self) -> None:
+        """Let the last group come to its end, which somebody must have waited for already."""
+        if self._last is not None:
+            assert self._last.waited_for, "a group that nobody has waited for"
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
         self._add("message", partial(self._gloo.send, tensors, peer, tag))
@@ -70,13 +91,12 @@ class _StandIn:
 
     def _end_coalescing(self) -> Any:
         assert self._group is not None
-        assert self._kinds == {"message"} or "message" not in self._kinds, "torch takes no such group"
-        for work in [call() for call in self._group]:
-            work.wait(timedelta(seconds=5))
+        assert self._kinds == {"message"} or "message" not in self._kinds, "collectives and messages are never mixed"
+        self._last = _Group(self._group)
         self.groups += 1
         self._group = None
         self._kinds.clear()
-        return mock.Mock()  # there is nothing to wait for
+        return self._last
 
 
 class _Experts(nn.Module):
@@ -113,7 +133,7 @@ class _Seen:
     calls: Counter[str] = field(default_factory=Counter)
 
 
-def _train(make: type[nn.Module], dtype: torch.dtype, *, on_devices: bool, deterministic: bool = True) -> _Seen:
+def _train(make: type[nn.Module], dtype: torch.dtype, *, on_devices: bool, **settings: Any) -> _Seen:
     backends: list[_StandIn] = []
 
     def stand_in(*settings: Any) -> _StandIn:
@@ -125,7 +145,7 @@ def _train(make: type[nn.Module], dtype: torch.dtype, *, on_devices: bool, deter
     with away if on_devices else nullcontext(), nccl:
         torch.manual_seed(0)
         model = make().to(dtype)
-        config = {"transport": "collective", "resident_bytes": 0, "timeout_s": 20, "deterministic": deterministic}
+        config = {"transport": "collective", "resident_bytes": 0, "timeout_s": 20} | settings
         engine = zp.Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
         inputs = torch.randn(STEPS, 5, next(iter(model.parameters())).shape[1], dtype=dtype)
         losses = []
@@ -137,6 +157,8 @@ def _train(make: type[nn.Module], dtype: torch.dtype, *, on_devices: bool, deter
         full = [zp.full(parameter) for parameter in model.parameters()]
         dist.barrier()
         engine.close()
+    for backend in backends:
+        backend.end_last()
     assert len(backends) == int(on_devices)
     return _Seen(losses, full, backends[0].groups, backends[0].calls) if backends else _Seen(losses, full)
 
@@ -167,10 +189,15 @@ def test_where_the_order_is_free_sums_are_reduced(world: int) -> None:
             torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_summed_in_fp32_is_not_reduced_in_16_bits() -> None:
-    for seen in run(2, _train, _Alike, torch.bfloat16, on_devices=True, deterministic=False):
+@pytest.mark.parametrize(
+    ("dtype", "sums", "reduced"),
+    [(torch.bfloat16, "fp32", False), (torch.bfloat16, "bf16", True), (torch.float16, "fp16", False)],
+    ids=["into fp32", "bf16", "fp16, which might overflow"],
+)
+def test_what_would_lose_by_it_is_not_reduced(dtype: torch.dtype, sums: str, reduced: bool) -> None:
+    for seen in run(2, _train, _Alike, dtype, on_devices=True, deterministic=False, reduce_dtype=sums):
         assert seen.calls["all_gather"] > 0
-        assert seen.calls["reduce_scatter"] == 0
+        assert (seen.calls["reduce_scatter"] > 0) is reduced
 
 
 def _gather_in_other_orders(times: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -74,3 +75,24 @@ def test_a_step_has_threads_that_fit_and_gives_the_others_back(fails: bool) -> N
 def test_a_step_has_all_threads_where_they_fit_and_never_none() -> None:
     assert run(2, _threads_of_a_step, 8, fails=False) == [({4}, 4)] * 2
     assert run(3, _threads_of_a_step, 2, fails=False) == [({1}, 4)] * 3
+
+
+def _threads_of_a_norm() -> tuple[set[int], int]:
+    torch.set_num_threads(4)
+    seen: set[int] = set()
+    judge = zp.Engine._judge
+
+    def look(engine: zp.Engine, *of: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return judge(engine, *of)
+
+    with mock.patch.object(os, "cpu_count", lambda: 8), mock.patch.object(zp.Engine, "_judge", look):
+        model = build_mlp()
+        engine = zp.Engine(model, torch.optim.AdamW(model.parameters()), {"transport": "shared"})
+        engine.backward(engine(mlp_batch(0, 0, torch.distributed.get_rank())).square().mean())
+        engine.clip_grad_norm_(1.0)
+    return seen, torch.get_num_threads()
+
+
+def test_a_norm_that_is_asked_for_has_threads_that_fit() -> None:
+    assert run(3, _threads_of_a_norm) == [({2}, 4)] * 3

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+
 import torch
 from torch import nn
 
@@ -43,3 +46,24 @@ def test_small_layers_are_fetched_together() -> None:
     for touched, messages in run(2, _messages_of_a_step):
         assert touched >= LAYERS
         assert 0 < messages <= LAYERS // 10
+
+
+def _train_with_few_descriptors() -> int:
+    """How many more files are open after a step than before, where only 30 more may be."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 30, limits[1]))
+    try:
+        model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(LAYERS // 5)])
+        engine = zp.Engine(model, torch.optim.AdamW(model.parameters()), {"transport": "shared"})
+        engine.backward(engine(torch.ones(2, 16)).square().mean())
+        engine.step()
+        after = len(os.listdir("/proc/self/fd"))
+        engine.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return after - before
+
+
+def test_pages_keep_no_files_open() -> None:
+    assert max(run(2, _train_with_few_descriptors)) < 10

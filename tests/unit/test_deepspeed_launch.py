@@ -276,7 +276,7 @@ def test_several_hosts_take_the_same_command(tmp_path: Path) -> None:
         (["--hosts", "a,b", "--node_rank", "2", "p.py"], "--node_rank 2: there are 2 hosts"),
         (["--launcher", "openmpi", "p.py"], "start the ranks with it yourself"),
         (["--save_pid", "p.py"], "--save_pid of the deepspeed launcher is not available here"),
-        (["--bind_cores_to_rank", "p.py"], "numa-binding"),
+        (["--bind_cores_to_rank", "p.py"], "taskset"),
         (["--autotuning", "run", "p.py"], "nothing to tune"),
         (["--launcher_args", "-v", "p.py"], "no other launcher is started"),
         (["--venv_script", "a", "p.py"], "activate the environment on each host"),

@@ -232,7 +232,7 @@ def test_pinning_that_fails_is_said_once(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            lane.pin(map_memory(5000))
+            lane.pin(torch.frombuffer(map_memory(5000), dtype=torch.uint8).untyped_storage())
     assert len(caplog.messages) == 1 and "cannot be pinned" in caplog.messages[0]
     assert len(asked) == 1
 
@@ -247,13 +247,13 @@ def test_pinned_memory_is_let_go_before_it_is_unmapped(lane: Lane, monkeypatch: 
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    mapping = map_memory(5000)
-    tensor = torch.frombuffer(mapping, dtype=torch.float32, count=1250)
-    lane.pin(mapping)
+    tensor = torch.frombuffer(map_memory(5000), dtype=torch.float32, count=1250)
+    lane.pin(tensor.untyped_storage())
     assert list(pinned.values()) == [5000], "what is asked for, and no power of two"
-    del mapping
-    assert pinned, "the tensor holds it"
+    view = tensor[:1]
     del tensor
+    assert pinned, "the view holds it"
+    del view
     assert not pinned
 
 

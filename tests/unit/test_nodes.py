@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -49,28 +49,38 @@ def test_home_is_the_one_node_of_all_processors(tmp_path: Path, cpus: set[int], 
     assert home_node(cpus, _host(tmp_path, "0-3,8-9", "4-7", "")) == node
 
 
+def test_a_host_that_hides_its_nodes_has_no_home(tmp_path: Path) -> None:
+    (tmp_path / "node0" / "cpulist").mkdir(parents=True)
+    assert home_node({0}, tmp_path) is None
+
+
 def test_a_host_of_one_node_and_one_that_tells_nothing_have_no_home(tmp_path: Path) -> None:
     assert home_node({0}, tmp_path) is None
     assert home_node({0}, _host(tmp_path, "0-3")) is None
 
 
 @needs_policies
-def test_whole_pages_of_a_range_are_placed() -> None:
-    size = 1 << 21
-    block = SharedBlock(create(size), size)
-    start = block.tensor(torch.uint8, size).data_ptr()
-    assert place(block.buffer, PAGE + 1, size - PAGE - 1, 0)
-    assert _policy(start + 2 * PAGE) == _policy(start + size - 3 * PAGE) == (PREFERRED, 1)
-    for outside in (0, PAGE, size - 2 * PAGE, size - PAGE):
-        assert _policy(start + outside) != (PREFERRED, 1)
+def test_whole_pages_of_a_range_are_placed_for_all_who_map_them() -> None:
+    descriptor = create(6 * PAGE)
+    blocks = [SharedBlock(descriptor, 6 * PAGE)]
+    assert place(descriptor, PAGE + 1, 5 * PAGE - 1, 0)
+    blocks.append(SharedBlock(descriptor, 6 * PAGE))
+    for block in blocks:
+        start = block.storage.data_ptr()
+        placed = [_policy(start + page * PAGE) == (PREFERRED, 1) for page in range(6)]
+        assert placed == [False, False, True, True, False, False]
+    inode = f" {os.fstat(descriptor).st_ino} "
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if inode in line]
+    assert len(mapped) == len(blocks), "wishes do not cut mappings"
 
 
 @needs_policies
-@pytest.mark.parametrize(("stop", "node"), [((1 << 20) - 1, 0), (1 << 21, 1000)], ids=["small", "unknown node"])
-def test_what_is_small_or_cannot_be_is_left(stop: int, node: int) -> None:
-    block = SharedBlock(create(1 << 21), 1 << 21)
-    assert not place(block.buffer, 0, stop, node)
-    assert _policy(block.tensor(torch.uint8, 1).data_ptr())[0] != PREFERRED
+@pytest.mark.parametrize(("stop", "node"), [(PAGE + 1, 0), (3 * PAGE, 1000)], ids=["no whole page", "unknown node"])
+def test_what_cannot_be_is_left(stop: int, node: int) -> None:
+    descriptor = create(3 * PAGE)
+    block = SharedBlock(descriptor, 3 * PAGE)
+    assert not place(descriptor, 1, stop, node)
+    assert all(_policy(block.storage.data_ptr() + page * PAGE)[0] != PREFERRED for page in range(3))
 
 
 def _own_slices(node: int | None) -> list[tuple[int, int]]:

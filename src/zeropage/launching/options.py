@@ -39,8 +39,8 @@ LAUNCHER_OPTIONS: Mapping[str, str] = {
 _REFUSED: Mapping[str, str] = {
     "--launcher_args": "no other launcher is started; start it yourself, with `python -m zeropage.deepspeed SCRIPT`",
     "--autotuning": "there is nothing to tune; leave it out",
-    "--bind_cores_to_rank": "use torchrun's --numa-binding, or start under taskset or numactl",
-    "--bind_core_list": "use torchrun's --numa-binding, or start under taskset or numactl",
+    "--bind_cores_to_rank": "let each rank call os.sched_setaffinity, or start it under taskset or numactl",
+    "--bind_core_list": "let each rank call os.sched_setaffinity, or start it under taskset or numactl",
     "--save_pid": "the launcher is the process that you started, so its id is the shell's $!",
     "--ssh_port": "nothing is started by ssh; start the same command on each host",
     "--venv_script": "nothing is started by ssh; activate the environment on each host",

@@ -47,8 +47,8 @@ class Lane(Protocol):
 
     # -- memory of the host
 
-    def pin(self, mapping: mmap.mmap) -> None:
-        """Let the device reach this mapping by itself, if it can be; it stays so as long as the mapping lives."""
+    def pin(self, memory: torch.UntypedStorage) -> None:
+        """Let the device reach this memory of the host by itself, if it can be; it stays so as long as that lives."""
 
     def staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the host (1-D) for one copy, which the device reaches by itself."""
@@ -95,7 +95,7 @@ class HostLane:
     def serves(self, device: torch.device) -> bool:
         return False
 
-    def pin(self, mapping: mmap.mmap) -> None: ...
+    def pin(self, memory: torch.UntypedStorage) -> None: ...
 
     def staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -172,15 +172,15 @@ class CudaLane:
 
     # -- memory of the host
 
-    def pin(self, mapping: mmap.mmap) -> None:
+    def pin(self, memory: torch.UntypedStorage) -> None:
         if self._pinning_failed:
             return
-        address, nbytes = _address_of(mapping), len(mapping)
+        address, nbytes = memory.data_ptr(), memory.nbytes()
         runtime = torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(address, nbytes, 0))
         if code == 0:
-            # before the mapping goes; at the end of the program the driver does it
-            weakref.finalize(mapping, runtime.cudaHostUnregister, address).atexit = False
+            # before the memory goes; at the end of the program the driver does it
+            weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
             return
         self._pinning_failed = True
         _log.warning(
@@ -312,9 +312,3 @@ def open_lane(device: torch.device) -> Lane:
 def map_memory(nbytes: int) -> mmap.mmap:
     """Host memory of its own pages, as pinning asks for: exactly as much as is needed, rounded up to whole pages."""
     return mmap.mmap(-1, max(1, nbytes))
-
-
-def _address_of(mapping: mmap.mmap) -> int:
-    """Where a mapping begins."""
-    with torch.inference_mode(False):
-        return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()

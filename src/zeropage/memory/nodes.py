@@ -18,7 +18,6 @@ __all__ = ["home_node", "place"]
 _MBIND = 237  # the number of the system call on x86-64, the processors on which ranks share memory
 _MPOL_PREFERRED = 1  # <linux/mempolicy.h>
 _WORD = 64  # bits
-_LEAST = 1 << 20  # bytes: a wish may cut a mapping in three, and a process may have some 65,000
 
 
 def home_node(cpus: Collection[int] | None = None, folder: Path = Path("/sys/devices/system/node")) -> int | None:
@@ -27,7 +26,10 @@ def home_node(cpus: Collection[int] | None = None, folder: Path = Path("/sys/dev
     Source: `Documentation/ABI/stable/sysfs-devices-node` of Linux.
     """
     cpus = os.sched_getaffinity(0) if cpus is None else cpus
-    nodes = {int(path.parent.name[4:]): _numbers(path.read_text()) for path in folder.glob("node[0-9]*/cpulist")}
+    try:
+        nodes = {int(path.parent.name[4:]): _numbers(path.read_text()) for path in folder.glob("node[0-9]*/cpulist")}
+    except OSError:  # a container that hides it
+        return None
     near = [node for node, its in nodes.items() if not its.isdisjoint(cpus)]
     return near[0] if len(nodes) > 1 and len(near) == 1 else None
 
@@ -41,17 +43,26 @@ def _numbers(text: str) -> set[int]:
     return found
 
 
-def place(memory: mmap.mmap, start: int, stop: int, node: int) -> bool:
-    """Wish for bytes `[start, stop)` of a mapping to lie on `node` once they are touched; whether the kernel took it.
+def place(descriptor: int, start: int, stop: int, node: int) -> bool:
+    """Wish for bytes `[start, stop)` of shared memory to lie on `node` once they are touched.
 
-    Whole pages of the system only, and no range below 1 MiB. On shared memory it holds for all who map it.
-    Source: mbind(2).
+    Whole pages of the system only. It holds for all who map the memory, before or after. Source: mbind(2).
+
+    Returns:
+        Whether the kernel took it.
     """
     first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-    if end - first < _LEAST:
+    if first >= end:
         return False
     words = (ctypes.c_ulong * (node // _WORD + 1))()
     words[node // _WORD] = 1 << node % _WORD
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
-    length, bits = ctypes.c_ulong(end - first), ctypes.c_ulong(len(words) * _WORD + 1)
-    return not ctypes.CDLL(None).syscall(_MBIND, ctypes.c_void_p(address), length, _MPOL_PREFERRED, words, bits, 0)
+    # a mapping of its own, which goes at once: the wish stays with the memory, and would cut the mapping in three
+    with mmap.mmap(descriptor, end - first, offset=first) as mapping:
+        bits = len(words) * _WORD + 1
+        return not _mbind(ctypes.c_char.from_buffer(mapping), end - first, words, bits)
+
+
+def _mbind(start: ctypes.c_char, length: int, words: ctypes.Array[ctypes.c_ulong], bits: int) -> int:
+    """The system call; 0 is success. Nothing of `start` is held afterwards, so that its mapping can be closed."""
+    address, size, count = ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_ulong(length), ctypes.c_ulong(bits)
+    return int(ctypes.CDLL(None).syscall(_MBIND, address, size, _MPOL_PREFERRED, words, count, 0))

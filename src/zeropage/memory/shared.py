@@ -7,35 +7,36 @@ a SIGKILL. Pages that nobody has touched cost nothing.
 
 from __future__ import annotations
 
-import mmap
 import os
 from pathlib import Path
 
 import torch
 
+from zeropage.memory.raw import bytes_of
+
 __all__ = ["SharedBlock", "create", "open_of_process"]
 
 
 class SharedBlock:
-    """One mapping of an anonymous file, seen as tensors."""
+    """One mapping of an anonymous file, seen as tensors. It lives as long as any of them, and holds no descriptor."""
 
-    __slots__ = ("_map", "nbytes")
+    __slots__ = ("storage",)
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.nbytes = nbytes
+        # not by Python's `mmap`, which keeps a descriptor a block: models have more pages than a process may open files
+        path = str(path_of(descriptor))
+        self.storage: torch.UntypedStorage = torch.UntypedStorage.from_file(path, True, nbytes)  # type: ignore[assignment]
 
     @property
-    def buffer(self) -> mmap.mmap:
+    def buffer(self) -> memoryview:
         """The raw mapping (for words read and written with ctypes)."""
-        return self._map
+        return bytes_of(self.tensor(torch.uint8, self.storage.nbytes()))
 
     def tensor(self, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
-        """`count` elements from byte `offset` as a 1-D tensor that keeps the mapping alive."""
+        """`count` elements from byte `offset`, a multiple of their size; the tensor (1-D) keeps the mapping alive."""
         with torch.inference_mode(False):
-            if count == 0:
-                return torch.empty(0, dtype=dtype, device="cpu")
-            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
+            made = torch.empty(0, dtype=dtype, device="cpu")
+            return made.set_(self.storage, offset // dtype.itemsize, (count,), (1,))
 
 
 def create(nbytes: int) -> int:
@@ -47,4 +48,9 @@ def create(nbytes: int) -> int:
 
 def open_of_process(pid: int, descriptor: int) -> int:
     """A descriptor of this process for the file that process `pid` holds as `descriptor`."""
-    return os.open(Path("/proc") / str(pid) / "fd" / str(descriptor), os.O_RDWR | os.O_CLOEXEC)
+    return os.open(path_of(descriptor, pid), os.O_RDWR | os.O_CLOEXEC)
+
+
+def path_of(descriptor: int, pid: int | None = None) -> Path:
+    """Where the file can be opened that this process, or process `pid`, holds as `descriptor`."""
+    return Path("/proc") / ("self" if pid is None else str(pid)) / "fd" / str(descriptor)

@@ -7,9 +7,11 @@ no message of the program's own is ever mistaken for one of ours, or waits behin
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -106,25 +108,35 @@ class DeviceChannel:
         self._backend.eager_connect_single_device(device)
 
     def begin(self, messages: Sequence[Message]) -> list[dist.Work]:
-        self._backend._start_coalescing()
-        for message in messages:
-            _begin(self._backend, message)
-        return [self._backend._end_coalescing()]
+        return [self._as_group(partial(_begin, self._backend, message) for message in messages)]
 
     def begin_collectives(self, collectives: Sequence[Collective]) -> dist.Work:
         """Begin them as one group (collective: all ranks come with the same ones, in the same order)."""
+        return self._as_group(partial(_begin_collective, self._backend, move) for move in collectives)
+
+    def _as_group(self, calls: Iterable[Callable[[], object]]) -> dist.Work:
+        """A group that is begun is ended, whatever happens in between: the calls that came next would wait in it."""
         self._backend._start_coalescing()
-        for move in collectives:
-            if move.kind == "all_gather":
-                self._backend._allgather_base(move.whole, move.part)
-            else:
-                self._backend._reduce_scatter_base(move.part, move.whole)
+        try:
+            for call in calls:
+                call()
+        except BaseException:
+            with suppress(RuntimeError):  # the first one tells more
+                self._backend._end_coalescing()
+            raise
         return self._backend._end_coalescing()  # type: ignore[no-any-return]
 
 
 def _begin(backend: Any, message: Message) -> dist.Work:
     move = backend.send if message.kind == "send" else backend.recv
     return move([message.data], message.peer, _DATA)  # type: ignore[no-any-return]
+
+
+def _begin_collective(backend: Any, move: Collective) -> None:
+    if move.kind == "all_gather":
+        backend._allgather_base(move.whole, move.part)
+    else:
+        backend._reduce_scatter_base(move.part, move.whole)
 
 
 def open_nccl(store: Any, rank: int, world: int, device: torch.device, timeout_s: float) -> Any:

@@ -56,8 +56,8 @@ class Control:
 
     def __init__(self, block: SharedBlock, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
-        self._buffer = memoryview(block.buffer)
-        self._words = [(ctypes.c_uint64 * 16).from_buffer(block.buffer, r * BLOCK) for r in range(world)]
+        self._buffer = block.buffer
+        self._words = [(ctypes.c_uint64 * 16).from_buffer(self._buffer, r * BLOCK) for r in range(world)]
         self._mine = self._words[rank]
         self._others = [r for r in range(world) if r != rank]
         self._spin = _SPIN_SECONDS if world <= len(os.sched_getaffinity(0)) else 0.0

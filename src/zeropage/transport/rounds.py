@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from zeropage.errors import DivergenceError, PeerLostError, PeerTimeoutError
 from zeropage.layout import Layout
 from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store, allocate
+from zeropage.memory.raw import as_bytes
 from zeropage.transport.base import accumulate, overtaken
 from zeropage.transport.channel import Channel, Collective, DeviceChannel, HostChannel, Message, in_host_memory
 from zeropage.transport.control import describe_divergence
@@ -38,6 +41,7 @@ from zeropage.transport.requests import Kind, Part, Request, Round, wanted_by_al
 
 __all__ = ["RoundAccumulator", "Rounds"]
 
+_T = TypeVar("_T")
 _ROOM = HEADER - 16  # bytes of a request that travel with its header; the rest follows in a second message
 _PIECE = 16 << 20  # gloo pipelines messages of this size best
 _DTYPES = (
@@ -215,7 +219,7 @@ class Rounds:
         """Beside the program: `gradient` is kept as it is until it has been sent (see `drain`)."""
         if gradient.dtype not in _DTYPES:
             gradient = gradient.to(target.store.dtype)
-        gradient = gradient.contiguous()
+        gradient = _in_memory(gradient)
         parcel = _Parcel(target, gradient, scale, epoch, self.reentrant)
         self._courier.deliver(parcel, gradient.numel() * gradient.element_size())
 
@@ -263,6 +267,7 @@ class Rounds:
             traffic = _Traffic()
             if self.rank == source:
                 assert full is not None
+                full = _in_memory(full)
                 for peer in self._peers:
                     self._send(traffic, full[slice(*store.layout.bounds(peer))], peer)
                 store.shard.copy_(full[slice(*store.layout.bounds(self.rank))])
@@ -410,7 +415,7 @@ class Rounds:
             return
         for store, frame in frames:
             if store.uid in traffic.in_common:
-                traffic.collectives[store.uid] = Collective("all_gather", _bytes(frame), _bytes(store.values()))
+                traffic.collectives[store.uid] = Collective("all_gather", as_bytes(frame), as_bytes(store.values()))
                 continue
             for owner in range(self.world):
                 part = frame[slice(*store.layout.bounds(owner))]
@@ -440,7 +445,7 @@ class Rounds:
     def _finish(self, traffic: _Traffic) -> None:
         if traffic.collectives:
             in_one_order = sorted(traffic.collectives)
-            traffic.works += self._begin_collectives([traffic.collectives[uid] for uid in in_one_order])
+            traffic.works.append(self._begin_collectives([traffic.collectives[uid] for uid in in_one_order]))
         if traffic.together:
             traffic.works += self._begin(self._device, traffic.together)
         for peer, work in traffic.works:
@@ -507,25 +512,24 @@ class Rounds:
             traffic.together.append(message)
 
     def _begin(self, channel: Channel | None, messages: Sequence[Message]) -> list[tuple[int, dist.Work]]:
-        """Each work with its peer; of a group that fails nobody knows whose fault it is, so the first one's stands."""
+        """Each work with its peer. Of a group that fails nobody knows whose fault it is, so the first one's stands."""
         if channel is None:
             raise closed()
-        try:
-            with torch.inference_mode(False):
-                works = channel.begin(messages)
-        except RuntimeError as error:
-            raise self._lost(messages[0].peer, error) from error
+        works = self._attempt(messages[0].peer, partial(channel.begin, messages))
         return [(message.peer, work) for message, work in zip(messages, works, strict=False)]
 
-    def _begin_collectives(self, collectives: Sequence[Collective]) -> list[tuple[int, dist.Work]]:
-        """One work for all; of one that fails nobody knows whose fault it is, so the first peer stands."""
+    def _begin_collectives(self, collectives: Sequence[Collective]) -> tuple[int, dist.Work]:
         if self._device is None:
             raise closed()
+        first = self._peers[0]
+        return first, self._attempt(first, partial(self._device.begin_collectives, collectives))
+
+    def _attempt(self, peer: int, begin: Callable[[], _T]) -> _T:
         try:
             with torch.inference_mode(False):
-                return [(self._peers[0], self._device.begin_collectives(collectives))]
+                return begin()
         except RuntimeError as error:
-            raise self._lost(self._peers[0], error) from error
+            raise self._lost(peer, error) from error
 
     def _connect(self, stores: Iterable[Store]) -> None:
         """Connect the devices, if any of `stores` is the first to need it; all ranks are here, with the same ones."""
@@ -572,10 +576,11 @@ def _all_meet(made: Round) -> bool:
     return all(request.kind is Kind.MEET for request in made.requests)
 
 
+def _in_memory(data: torch.Tensor) -> torch.Tensor:
+    """`data` or a copy whose memory alone tells the values: element after element, no lazy conjugate or sign."""
+    return data.resolve_conj().resolve_neg().contiguous()
+
+
 def _pieces(data: torch.Tensor) -> list[torch.Tensor]:
-    return list(_bytes(data).split(_PIECE)) if data.numel() else []
-
-
-def _bytes(data: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: backends do not know every dtype."""
-    return data.detach().view(torch.uint8)
+    """As bytes, since backends do not know every dtype."""
+    return list(as_bytes(data).split(_PIECE)) if data.numel() else []

@@ -10,8 +10,8 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 
@@ -49,14 +49,14 @@ class _Mark(IntEnum):
 class SharedAccumulator:
     """A gradient sum in shared memory. See [Note: gradient epochs] and [Note: turns]."""
 
-    def __init__(self, name: str, store: Store, block: SharedBlock, transport: SharedTransport) -> None:
+    def __init__(self, name: str, store: Store, transport: SharedTransport) -> None:
         self.store = store
         self._name = name
         self._transport = transport
-        self._block = block
-        assert store.whole is not None
+        assert store.whole is not None and isinstance(store.owner, SharedBlock)
         self._slices = [store.whole[slice(*store.layout.bounds(r))] for r in range(store.layout.world)]
-        self._marks = [(ctypes.c_uint64 * 8).from_buffer(block.buffer, r * _LINE) for r in range(store.layout.world)]
+        buffer = store.owner.buffer
+        self._marks = [(ctypes.c_uint64 * 8).from_buffer(buffer, r * _LINE) for r in range(store.layout.world)]
 
     def add(self, gradient: torch.Tensor, scale: float, epoch: int) -> None:
         transport = self._transport
@@ -177,8 +177,7 @@ class SharedTransport:
     # -- memory
 
     def allocate(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> Store:
-        block = self._map(f"page {name} of {layout.numel} x {dtype}", layout.numel * dtype.itemsize)
-        return self._store(layout, block.tensor(dtype, layout.numel), block)
+        return self._map(f"page {name} of {layout.numel} x {dtype}", layout, dtype)
 
     def private(
         self, shard: torch.Tensor | DiskSlice, layout: Layout, parts: Sequence[DiskSlice] | None = None
@@ -188,30 +187,33 @@ class SharedTransport:
         return store
 
     def accumulator(self, name: str, layout: Layout, dtype: torch.dtype, device: torch.device) -> SharedAccumulator:
-        head = _LINE * self.world
-        block = self._map(f"gradient of {name}: {layout.numel} x {dtype}", head + layout.numel * dtype.itemsize)
-        store = self._store(layout, block.tensor(dtype, layout.numel, head), block, head)
-        return SharedAccumulator(name, store, block, self)
+        store = self._map(f"gradient of {name}: {layout.numel} x {dtype}", layout, dtype, head=_LINE * self.world)
+        return SharedAccumulator(name, store, self)
 
-    def _store(self, layout: Layout, whole: torch.Tensor, block: SharedBlock, head: int = 0) -> Store:
-        """Over `whole`, which begins at byte `head` of the block; this rank's slice is to lie near it."""
-        self._uid += 1
-        if self._node is not None:
-            low, high = layout.bounds(self.rank)
-            place(block.buffer, head + low * whole.itemsize, head + high * whole.itemsize, self._node)
-        return Store(self._uid, 0, layout, whole[slice(*layout.bounds(self.rank))], whole, owner=block)
-
-    def _map(self, what: str, nbytes: int) -> SharedBlock:
-        nbytes = max(nbytes, mmap.PAGESIZE)
+    def _map(self, what: str, layout: Layout, dtype: torch.dtype, head: int = 0) -> Store:
+        """New memory for a page, behind `head` bytes for marks."""
+        nbytes = max(head + layout.numel * dtype.itemsize, mmap.PAGESIZE)
         descriptor = create(nbytes) if self.rank == 0 else -1
         answers = self.meet(f"allocate {what}", f"{os.getpid()} {descriptor}".encode())
+        low, high = layout.bounds(self.rank)
+        with self._opened(descriptor, answers[0]) as mine:
+            block = SharedBlock(mine, nbytes)
+            if self._node is not None:
+                place(mine, head + low * dtype.itemsize, head + high * dtype.itemsize, self._node)
+        whole = block.tensor(dtype, layout.numel, head)
+        self._uid += 1
+        return Store(self._uid, 0, layout, whole[low:high], whole, owner=block)
+
+    @contextmanager
+    def _opened(self, created: int, told: bytes) -> Iterator[int]:
+        """A descriptor of the memory that rank 0 has `created`, and has `told` the others of."""
         if self.rank == 0:
-            self._handed_over = descriptor  # closed at the next meeting: by then all have mapped it
-            return SharedBlock(descriptor, nbytes)
-        pid, number = map(int, answers[0].split())
-        mine = open_of_process(pid, number)
+            self._handed_over = created  # closed at the next meeting: by then all have mapped it
+            yield created
+            return
+        mine = open_of_process(*map(int, told.split()))
         try:
-            return SharedBlock(mine, nbytes)
+            yield mine
         finally:
             os.close(mine)
             self._control.publish_mapped()
