@@ -30,13 +30,18 @@ class SharedBlock:
     @property
     def buffer(self) -> memoryview:
         """The raw mapping (for words read and written with ctypes)."""
-        return bytes_of(self.tensor(torch.uint8, self.storage.nbytes()))
+        with torch.inference_mode(False):
+            return bytes_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage))
 
     def tensor(self, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
-        """`count` elements from byte `offset`, a multiple of their size; the tensor (1-D) keeps the mapping alive."""
+        """`count` elements from byte `offset` as a 1-D tensor that keeps the mapping alive.
+
+        It has a storage of its own, of just these elements: who saves it looks at what its storage holds.
+        """
         with torch.inference_mode(False):
-            made = torch.empty(0, dtype=dtype, device="cpu")
-            return made.set_(self.storage, offset // dtype.itemsize, (count,), (1,))
+            if count == 0:
+                return torch.empty(0, dtype=dtype, device="cpu")
+            return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset)
 
 
 def create(nbytes: int) -> int:
