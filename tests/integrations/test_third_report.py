@@ -67,11 +67,10 @@ def test_from_pretrained_and_lora(name: str, runs: tuple[Path, list[dict[str, An
         folder / name, config=wanted, ignore_mismatched_sizes=True, output_loading_info=True
     )
     facts = {key: sorted(str(each) for each in value) for key, value in info.items()}
-    mapped = (folder / name / "model.safetensors").stat().st_size  # by safetensors, counted in full
     for rank in told:
         seen = rank[name]
         assert seen["info"] == facts, "the report is that of an unsharded model"
-        assert seen["peak"] - mapped <= LARGEST + 16384
+        assert LARGEST // 2 < seen["peak"] <= LARGEST + 16384
         assert seen["sharded"] and seen["frozen kept"] and seen["buffer"] == "torch.float32"
         assert seen["trained"] == seen["trainable"] > 8
     values = [torch.load(folder / f"{name}-{rank}.pt") for rank in range(2)]

@@ -6,7 +6,10 @@ Each case is a folder with a checkpoint in FOLDER; `wanted.json` there is the co
 """
 
 import json
+import mmap
 import sys
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 
 import deepspeed
@@ -31,6 +34,21 @@ def full(parameter):
         return parameter.detach().clone()
 
 
+def peak_of(profiler):
+    """Most bytes allocated at once, mappings of files and of shared memory aside: of those, only what is touched costs.
+
+    Mappings begin where a page of memory begins.
+    """
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    events = []
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.name == "[memory]" and event.extra_fields.ptr % mmap.PAGESIZE:
+            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return max(accumulate(nbytes for _, nbytes in sorted(events, key=itemgetter(0))))
+
+
 seen = {}
 for name in sys.argv[2:]:
     dschf = HfDeepSpeedConfig(CONFIG)
@@ -40,11 +58,7 @@ for name in sys.argv[2:]:
         model, info = LlamaForSequenceClassification.from_pretrained(
             folder / name, config=wanted, ignore_mismatched_sizes=True, output_loading_info=True
         )
-    held = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+    peak = peak_of(profiler)
     found = {key: full(parameter) for key, parameter in model.named_parameters()}
     torch.save(found, folder / f"{name}-{deepspeed.comm.get_rank()}.pt")
     peft = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS"))
