@@ -18,8 +18,10 @@ from zeropage.config import Config
 from zeropage.errors import GradientError
 from zeropage.page import Page, Spec
 from zeropage.pager import Pager
+from zeropage.steps import over_slice
 from zeropage.tensor import Life, PagedTensor, differentiable, new_page_of, over
 from zeropage.tensor.agreement import agreed
+from zeropage.tensor.slices import same_cut
 from zeropage.tensor.trees import plain
 from zeropage.transport import Accumulator
 
@@ -163,11 +165,16 @@ class Record:
         old, self.page = self.page, page
         if (old.spec, old.layout) == (page.spec, page.layout):
             return
-        kept = self.own_gradient().clone() if self.has_gradient() and old.layout == page.layout else None
+        kept = self._cut_for(page, old) if self.has_gradient() and old.spec.shape == page.spec.shape else None
         self._renew()
         if kept is not None and self.accumulator is not None and self.gradient_page is not None:
             self.accumulator.mark(self.gradient_page.epoch)
             self.accumulator.own(self.gradient_page.epoch).copy_(kept)
+
+    def _cut_for(self, page: Page, old: Page) -> torch.Tensor:
+        """This rank's slice of the gradient, which is cut like `old`, cut like `page` (collective if they differ)."""
+        own = self.own_gradient()
+        return own.clone() if same_cut(old, page) else page.slice_of(plain(over_slice(own, old, self.name))).clone()
 
     def take(self, parameter: torch.Tensor) -> None:
         """Autograd has accumulated a gradient in `parameter`: give it to the owners (the hook)."""

@@ -24,7 +24,7 @@ from zeropage.gradients import Record
 from zeropage.loss_scale import DynamicLossScale
 from zeropage.memory.disk import BLOCK, DiskSlice, rounded
 from zeropage.memory.stream import BUFFERS, Span, Window, stream
-from zeropage.optim import NARROW, Master, ShardedOptimizer, is_elementwise, record_of
+from zeropage.optim import NARROW, Master, ShardedOptimizer, is_elementwise, is_watched, record_of
 from zeropage.page import Page
 from zeropage.pager import Pager
 from zeropage.pieces import bare_step, is_cut_like, states_to_be, step_in_pieces
@@ -102,10 +102,11 @@ class OffloadedOptimizer(ShardedOptimizer):
             OffloadError: the disk of any rank is full, or fails. Nothing was changed.
         """
         self.require_whole()
-        if self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks:
+        if is_watched(self.optimizer):
             raise ConfigError(
-                "the optimizer has step hooks, which would find no parameters: with offload.optimizer='disk' it is "
-                "stepped in pieces. Do before or after engine.step() what they do, or set offload.optimizer='none'."
+                "the optimizer has step hooks or another step() than its class, which would find no parameters: with "
+                "offload.optimizer='disk' it is stepped in pieces. Do before or after engine.step() what they do, or "
+                "set offload.optimizer='none'."
             )
         probed: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
         for index, parameter in self._stepped():
@@ -114,6 +115,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             dtype = self._prepare_master(record)
             known = self.optimizer.state.get(parameter)
             if known:
+                self._recut(page, known)
                 for key, value in list(known.items()):
                     self._bring_to_disk(parameter, key, value)
                 continue

@@ -1,9 +1,10 @@
 """A user's torch optimizer, run on what this rank owns.
 
 During `step` the optimizer's groups hold *working* tensors in place of the parameters: this rank's slices
-(fp32 masters where the parameter has 16 bits) for optimizers that treat every element by itself, paged
-tensors for the others. Outside of it groups and state are keyed by the parameters, as the user made them,
-so schedulers, per-group settings and `state_dict` know nothing of it.
+(fp32 masters where the parameter has 16 bits) for optimizers that treat every element by itself; paged
+tensors for the others, and where a hook or a replaced `step` may look at them. Outside of it groups and
+state are keyed by the parameters, as the user made them, so schedulers, per-group settings and
+`state_dict` know nothing of it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ from zeropage.pieces import bare_step, step_in_pieces
 from zeropage.seats import Part, Seat
 from zeropage.steps import over_slice, page_state, shard_state
 from zeropage.tensor import PagedTensor
+from zeropage.tensor.slices import same_cut
+from zeropage.tensor.trees import plain
 from zeropage.transport import accumulate
 
-__all__ = ["NARROW", "Master", "ShardedOptimizer", "check_optimizer", "is_elementwise", "record_of", "records_of"]
+__all__ = [
+    "NARROW", "Master", "ShardedOptimizer", "check_optimizer", "is_elementwise", "is_watched", "record_of",
+    "records_of",
+]  # fmt: skip
 
 # Exactly these: a subclass may do anything.
 _ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset({
@@ -87,6 +93,20 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
+def is_watched(optimizer: optim.Optimizer) -> bool:
+    """Whether a program looks into the optimizer's groups in its steps: by hooks, or by a `step` put over its own."""
+    everybodys = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    step: Any = vars(optimizer).get("step")
+    # a scheduler of torch's counts steps by such a function
+    counts = getattr(step, "_wrapped_by_lr_sched", False) and step.__wrapped__ is type(optimizer).step
+    return (
+        bool(optimizer._optimizer_step_pre_hooks)
+        or bool(optimizer._optimizer_step_post_hooks)
+        or not all(isinstance(hook, WeakHook) for hook in everybodys)
+        or (step is not None and not counts)
+    )
+
+
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
     """Raise ConfigError unless `optimizer` is one of torch's, over parameters of `model`, and needs no closure."""
     if not isinstance(optimizer, optim.Optimizer):
@@ -120,6 +140,7 @@ class ShardedOptimizer:
         self.masters: dict[Record, Master] = {}
         self._seats: dict[Record, Seat] = {}
         self._elementwise = is_elementwise(optimizer)
+        self._sliced = self._elementwise  # whether the present step works on slices
         page_state(optimizer)
 
     @property
@@ -157,6 +178,17 @@ class ShardedOptimizer:
 
     def prepare(self) -> None:
         """What can fail, before anything is changed (collective; all ranks have met)."""
+        for parameter in self.parameters():
+            record = record_of(parameter)
+            if record.has_gradient():
+                self._recut(record.page, self.optimizer.state.get(parameter) or {})
+
+    @staticmethod
+    def _recut(page: Page, state: dict[str, Any]) -> None:
+        """Cut anew what is cut as the parameter was before its strides changed (say, to `channels_last`)."""
+        for key, value in state.items():
+            if isinstance(value, PagedTensor) and value.shape == page.spec.shape and not same_cut(value._node, page):
+                state[key] = shard_state(plain(value), page, f"{page.name}.{key}")
 
     def is_one_number(self, key: str) -> bool:
         """Whether that state is one number for a whole parameter, also for one that is a number itself."""
@@ -165,10 +197,11 @@ class ShardedOptimizer:
     def step(self, factor: float) -> None:
         """One step on the gradients times `factor`, inside a write batch of the caller."""
         stepped = [(p, record) for p in self.parameters() if (record := record_of(p)).has_gradient()]
+        self._sliced = self._elementwise and not is_watched(self.optimizer)
         with torch.no_grad():
             masters = {record: self._master(record) for _, record in stepped}
             try:
-                if self._can_be_cut:
+                if self._sliced and type(self.optimizer) in _CUT:
                     self._step_in_pieces(stepped, masters, factor)
                 else:
                     self._scale((record for _, record in stepped), factor)
@@ -200,18 +233,6 @@ class ShardedOptimizer:
                 record.page.own().copy_(master.values)
 
     # -- in pieces
-
-    @property
-    def _can_be_cut(self) -> bool:
-        """Whether the step can be made piece by piece, with nobody looking at what is in the groups meanwhile."""
-        optimizer = self.optimizer
-        everybodys = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-        return (
-            type(optimizer) in _CUT
-            and not optimizer._optimizer_step_pre_hooks
-            and not optimizer._optimizer_step_post_hooks
-            and all(isinstance(hook, WeakHook) for hook in everybodys)
-        )
 
     def _step_in_pieces(self, stepped: list[_Stepped], masters: dict[Record, Master | None], factor: float) -> None:
         """All that is done to an element is done while it is in the cache: scaling, stepping, rounding."""
@@ -295,7 +316,7 @@ class ShardedOptimizer:
                 group["params"] = parameters
             for parameter, record in stepped:
                 tensor = working[id(parameter)]
-                if self._elementwise:
+                if self._sliced:
                     tensor.grad = None
                 if tensor in inner:
                     self._outward(parameter, record, tensor, inner[tensor])
@@ -304,7 +325,7 @@ class ShardedOptimizer:
         self, parameter: PagedTensor, record: Record, master: Master | None, known: dict[str, Any] | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """What is stepped in place of `parameter`, with its gradient, and its state."""
-        if self._elementwise:
+        if self._sliced:
             seat = self._seat(parameter, record, master, known)
             seat.tensor.grad = record.own_gradient().to(seat.tensor.dtype)
             return seat.tensor, seat.state
@@ -348,7 +369,7 @@ class ShardedOptimizer:
             if whole or value.shape != page.spec.shape:
                 return value
             value = shard_state(value, page, f"{page.name}.{key}")
-        if self._elementwise and isinstance(value, PagedTensor):
+        if self._sliced and isinstance(value, PagedTensor):
             return value._node.page.own()
         return value
 
@@ -362,7 +383,7 @@ class ShardedOptimizer:
         outer = self.optimizer.state[parameter]
         for key, value in inner.items():
             old = outer.get(key)
-            if not self._elementwise or not isinstance(value, torch.Tensor) or value.dim() == 0:
+            if not self._sliced or not isinstance(value, torch.Tensor) or value.dim() == 0:
                 outer[key] = value
             elif isinstance(old, PagedTensor) and old._node.page.own() is value:
                 old._node.page.changed()  # somebody may have read it before the step

@@ -74,8 +74,8 @@ class StepHooks:
 
 def warn_whole(name: str, nbytes: int) -> None:
     warnings.warn(
-        f"{name} is not elementwise: {nbytes:,} bytes of whole matrices were gathered on every rank in one step. The "
-        "result is that of the unsharded optimizer.",
+        f"{name}, or a hook on it, is not elementwise: {nbytes:,} bytes of whole matrices were gathered on every rank "
+        "in one step. The result is that of the unsharded optimizer.",
         UserWarning,
         stacklevel=4,
     )

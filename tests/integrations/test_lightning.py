@@ -123,7 +123,7 @@ def _with_callback(
     return train(build, strategy, devices, {"max_epochs": 4, "callbacks": [] if callback is None else [callback()]})
 
 
-@pytest.mark.filterwarnings("ignore:LBFGS is not elementwise.*:", "ignore:SWA is currently only.*:")
+@pytest.mark.filterwarnings("ignore:LBFGS, or a hook on it, is not elementwise.*:", "ignore:SWA is currently only.*:")
 @pytest.mark.parametrize(
     ("build", "callback"),
     [

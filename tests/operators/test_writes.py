@@ -123,6 +123,9 @@ ELEMENTWISE: dict[str, Write] = {
     "copysign_ with itself": lambda m: m.p.mul_(m.p),
     "out of add": lambda m: torch.add(m.q, fixed(30, 41), alpha=2, out=m.p),
     "out of mul, plain operands": lambda m: torch.mul(fixed(30, 41), fixed(41), out=m.p),
+    "out of a maximum over a dimension": lambda m: torch.max(
+        fixed(30, 41), 0, out=(m.row.data, torch.empty(41, dtype=torch.long))
+    ),
     "out of a cast": lambda m: torch.add(m.q, 1, out=m.narrow),
     "foreach": lambda m: (
         torch._foreach_mul_([m.p, m.narrow, m.short], 0.3),

@@ -6,7 +6,7 @@ out once per operator and kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -79,6 +79,8 @@ _POINTWISE = {
     "copy_", "fill_", "zero_", "masked_fill_", "masked_fill", "eq_", "ne_", "lt_", "le_", "gt_", "ge_",
     "_to_copy", "clone", "where", "zeros_like", "ones_like", "full_like", "empty_like",
 }  # fmt: skip
+# Steps of optimizers on lists of tensors.
+_FUSED_STEPS = {"_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"}
 # Arguments 3 and 4 are written if argument 5 is true, although no schema says so.
 STATISTICS = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 _REFUSED = ("set_", "resize_", "resize_as_", "as_strided_", "set_data", "_resize_output_")
@@ -221,21 +223,29 @@ def write_rule(func: OpOverload) -> WriteRule:
 def is_pointwise(func: OpOverload) -> bool:
     """Whether each output element depends on the input elements at its own place alone."""
     name = _base_name(func)
-    if name in _POINTWISE or torch.Tag.pointwise in func.tags:
-        return True
-    if name.startswith("_fused_"):
+    if name in _POINTWISE or torch.Tag.pointwise in func.tags or name.rstrip("_") in _FUSED_STEPS:
         return True
     if name.startswith("_foreach_"):
-        return "norm" not in name and name != "_foreach_max"
-    return _is_mutable(func) and any(torch.Tag.pointwise in sibling.tags for sibling in _functional(func))
+        single = name.removeprefix("_foreach_").rstrip("_")
+        return single != "max" and (f"{single}_" in _POINTWISE or _some_pointwise(_overloads(single)))
+    return _is_mutable(func) and _some_pointwise(each for each in _overloads(name) if _has_arguments_of(func, each))
 
 
-def _functional(func: OpOverload) -> list[OpOverload]:
-    """The overloads of the operator that does the same out of place."""
-    name = _base_name(func)
+def _some_pointwise(overloads: Iterable[OpOverload]) -> bool:
+    return any(torch.Tag.pointwise in each.tags for each in overloads)
+
+
+def _overloads(name: str) -> list[OpOverload]:
+    """Those of the operator that does out of place what the one of that name does."""
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
     elif name.startswith("__i"):
         name = "__" + name[3:]
     packet = getattr(aten, name, None)
     return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+
+
+def _has_arguments_of(func: OpOverload, other: OpOverload) -> bool:
+    """Whether `func` takes the arguments of `other`, perhaps a place for the result besides."""
+    taken = [argument.name for argument in func._schema.arguments if not argument.is_out]
+    return taken == [argument.name for argument in other._schema.arguments]
