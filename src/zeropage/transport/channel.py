@@ -6,6 +6,7 @@ no message of the program's own is ever mistaken for one of ours, or waits behin
 
 from __future__ import annotations
 
+import ctypes
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -70,6 +71,10 @@ class HostChannel:
 
     def begin(self, messages: Sequence[Message]) -> list[dist.Work]:
         return [_begin(self._backend, message) for message in messages]
+
+    def abandon(self) -> None:
+        """In a forked child: keep gloo for good. Letting go of it would wait for its threads, which are not there."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
 
     def send_header(self, data: torch.Tensor, peer: int) -> dist.Work:
         """Headers and data do not meet each other's receivers."""

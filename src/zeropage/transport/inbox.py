@@ -59,6 +59,11 @@ class Inbox:
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child: the threads and the connections are its parent's."""
+        return os.getpid() != self._process
+
     def start(self) -> None:
         """Begin to listen; harmless when it has begun."""
         if not self._threads:
@@ -111,7 +116,8 @@ class Inbox:
 
     def close(self) -> None:
         """Tell the peers that this rank leaves, and end the threads. A forked child leaves nothing."""
-        if os.getpid() != self._process:
+        if self.forked:
+            self._channel.abandon()
             return
         with self._came:
             self._closed = True

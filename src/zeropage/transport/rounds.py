@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zeropage.errors import DivergenceError, PeerLostError, PeerTimeoutError
+from zeropage.errors import DivergenceError, PeerLostError, PeerTimeoutError, UnsupportedOperationError
 from zeropage.layout import Layout
 from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store, allocate
@@ -204,11 +204,13 @@ class Rounds:
     # -- requests
 
     def gather(self, wanted: Sequence[_Wanted]) -> None:
+        self._require_own_process()
         with self._courier:
             self._fetch(wanted)
 
     def fetch(self, wanted: Sequence[_Wanted]) -> Arrival:
         """Like `gather`, beside the program."""
+        self._require_own_process()
         return self._courier.fetch(wanted)
 
     def _fetch(self, wanted: Sequence[_Wanted]) -> None:
@@ -217,6 +219,7 @@ class Rounds:
 
     def add(self, target: RoundAccumulator, gradient: torch.Tensor, scale: float, epoch: int) -> None:
         """Beside the program: `gradient` is kept as it is until it has been sent (see `drain`)."""
+        self._require_own_process()
         if gradient.dtype not in _DTYPES:
             gradient = gradient.to(target.store.dtype)
         gradient = _in_memory(gradient)
@@ -235,7 +238,15 @@ class Rounds:
 
     def drain(self) -> None:
         """Wait until what was to be brought or added has been."""
+        self._require_own_process()
         self._courier.drain()
+
+    def _require_own_process(self) -> None:
+        if self._inbox.forked:
+            raise UnsupportedOperationError(
+                f"a forked child of rank {self.rank} uses its sharded model, whose messages are the rank's own. Give "
+                "the child plain tensors (zp.full), or move what it does into the rank."
+            )
 
     def end_backward(self) -> None:
         """What the program adds next belongs to the next backward."""
@@ -568,7 +579,8 @@ class Rounds:
 
 
 def _leave(courier: Courier[_Wanted, _Parcel], inbox: Inbox) -> None:
-    courier.close()
+    if not inbox.forked:
+        courier.close()
     inbox.close()
 
 
