@@ -279,6 +279,7 @@ class Engine:
             self._drop_gradients()
             for pager in self._pagers:
                 pager.close_batch()
+                pager.step.leave()  # torch's hook that does it is left out when the step raises
         self.global_step += 1
         self._bad_in_a_row = 0
         if self.config.precision == "fp16":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -163,3 +165,29 @@ def _in_16_bits(transport: str) -> None:
 @everywhere
 def test_in_16_bits(transport: str, world: int) -> None:
     run(world, _in_16_bits, transport)
+
+
+def _failed_and_gone(transport: str) -> None:
+    """A step that a hook has ended keeps nothing of the model."""
+    model = plain_copy(build_mlp)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def fail(*_: object) -> None:
+        raise ValueError("a hook of the user's")
+
+    optimizer.register_step_pre_hook(fail)
+    engine = zp.Engine(model, optimizer, {"transport": transport})
+    engine.backward(_loss(engine, 0, dist.get_rank()))
+    with pytest.raises(ValueError, match="a hook"):
+        engine.step()
+    engine.close()
+    gone = weakref.ref(model.second.weight)
+    del model, optimizer, engine
+    gc.collect()
+    assert gone() is None
+    dist.barrier()
+
+
+@everywhere
+def test_failed_and_gone(transport: str, world: int) -> None:
+    run(world, _failed_and_gone, transport)
