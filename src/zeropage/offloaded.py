@@ -28,7 +28,7 @@ from zeropage.optim import NARROW, Master, ShardedOptimizer, is_elementwise, is_
 from zeropage.page import Page
 from zeropage.pager import Pager
 from zeropage.pieces import bare_step, is_cut_like, states_to_be, step_in_pieces
-from zeropage.steps import over_slice
+from zeropage.steps import cut_state, over_slice
 from zeropage.tensor import PagedTensor
 
 __all__ = ["OffloadedOptimizer"]
@@ -115,7 +115,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             dtype = self._prepare_master(record)
             known = self.optimizer.state.get(parameter)
             if known:
-                self._recut(page, known)
+                cut_state(known, page)
                 for key, value in list(known.items()):
                     self._bring_to_disk(parameter, key, value)
                 continue

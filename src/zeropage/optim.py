@@ -29,8 +29,6 @@ from zeropage.pieces import bare_step, step_in_pieces
 from zeropage.seats import Part, Seat
 from zeropage.steps import over_slice, page_state, shard_state
 from zeropage.tensor import PagedTensor
-from zeropage.tensor.slices import same_cut
-from zeropage.tensor.trees import plain
 from zeropage.transport import accumulate
 
 __all__ = [
@@ -178,17 +176,7 @@ class ShardedOptimizer:
 
     def prepare(self) -> None:
         """What can fail, before anything is changed (collective; all ranks have met)."""
-        for parameter in self.parameters():
-            record = record_of(parameter)
-            if record.has_gradient():
-                self._recut(record.page, self.optimizer.state.get(parameter) or {})
-
-    @staticmethod
-    def _recut(page: Page, state: dict[str, Any]) -> None:
-        """Cut anew what is cut as the parameter was before its strides changed (say, to `channels_last`)."""
-        for key, value in state.items():
-            if isinstance(value, PagedTensor) and value.shape == page.spec.shape and not same_cut(value._node, page):
-                state[key] = shard_state(plain(value), page, f"{page.name}.{key}")
+        page_state(self.optimizer)
 
     def is_one_number(self, key: str) -> bool:
         """Whether that state is one number for a whole parameter, also for one that is a number itself."""

@@ -20,8 +20,10 @@ from zeropage.memory.disk import DiskSlice
 from zeropage.page import Page, Spec
 from zeropage.pager import Pager
 from zeropage.tensor import PagedTensor, over
+from zeropage.tensor.slices import same_cut
+from zeropage.tensor.trees import plain
 
-__all__ = ["StepHooks", "page_state"]
+__all__ = ["StepHooks", "cut_state", "over_slice", "page_state", "shard_state"]
 
 # Parameters without dimensions are gathered whatever the optimizer does: nothing to warn of.
 _FEW_BYTES = 1024
@@ -90,23 +92,23 @@ def _holds(optimizer: torch.optim.Optimizer, pager: Pager) -> bool:
 
 
 def page_state(optimizer: torch.optim.Optimizer) -> None:
-    """Shard plain state of a paged parameter's shape (made in a constructor, or loaded from a full state)."""
+    """`cut_state` of all paged parameters (collective)."""
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, PagedTensor) or not isinstance(state, dict):
-            continue
-        page = parameter._node.page
-        for key, value in state.items():
-            if _is_full(value, page):
-                state[key] = shard_state(value, page, f"{page.name}.{key}")
+        if isinstance(parameter, PagedTensor) and isinstance(state, dict):
+            cut_state(state, parameter._node.page)
 
 
-def _is_full(value: Any, page: Page) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, PagedTensor)
-        and value.dim() > 0
-        and value.shape == page.spec.shape
-    )
+def cut_state(state: dict[str, Any], page: Page) -> None:
+    """Cut like `page` what has its shape and is not: plain state (made in a constructor, or loaded from a full state),
+    and what is cut as the parameter was before its strides changed, say to `channels_last` (collective)."""
+    for key, value in state.items():
+        if isinstance(value, PagedTensor):
+            node = value._node
+            otherwise = not same_cut(node, page) and node.spec.shape == page.spec.shape
+        else:
+            otherwise = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == page.spec.shape
+        if otherwise:
+            state[key] = shard_state(plain(value), page, f"{page.name}.{key}")
 
 
 def shard_state(value: torch.Tensor, page: Page, name: str) -> PagedTensor:

@@ -60,7 +60,7 @@ def _replaced(optimizer: Optimizer, seen: Seen) -> None:
     optimizer.step = step  # type: ignore[method-assign]
 
 
-def _sign_of_gradients(optimizer: Optimizer, seen: Seen) -> None:
+def _writing_hook(optimizer: Optimizer, seen: Seen) -> None:
     """A hook that writes."""
 
     def change(it: Optimizer, *_: object) -> None:
@@ -73,7 +73,7 @@ def _sign_of_gradients(optimizer: Optimizer, seen: Seen) -> None:
 
 
 WATCHES: dict[str, Callable[[Optimizer, Seen], None]] = {
-    "pre-hook": _pre_hook, "post-hook": _post_hook, "replaced": _replaced, "writing": _sign_of_gradients,
+    "pre-hook": _pre_hook, "post-hook": _post_hook, "replaced": _replaced, "writing": _writing_hook,
 }  # fmt: skip
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
