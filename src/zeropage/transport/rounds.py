@@ -17,7 +17,8 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -26,7 +27,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zeropage.errors import DivergenceError, PeerLostError, PeerTimeoutError, UnsupportedOperationError
+from zeropage.errors import (
+    DivergenceError,
+    PeerLostError,
+    PeerTimeoutError,
+    TransportUnavailableError,
+    UnsupportedOperationError,
+)
 from zeropage.layout import Layout
 from zeropage.memory.disk import DiskSlice
 from zeropage.memory.host import Store, allocate
@@ -176,7 +183,7 @@ class Rounds:
         self._host: HostChannel | None = host
         self._device: DeviceChannel | None = DeviceChannel(group, timeout_s)
         self._lock = threading.RLock()  # held for a whole round
-        self._failed: Exception | None = None  # what went wrong in a round that a thread made
+        self._failed: Exception | None = None  # why no round is made any more
         self._courier: Courier[_Wanted, _Parcel] = Courier(self._fetch, self._deliver, _goes_with, outgoing_bytes)
         self._stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
         self._sums: weakref.WeakValueDictionary[int, RoundAccumulator] = weakref.WeakValueDictionary()
@@ -274,17 +281,18 @@ class Rounds:
         self.drain()
         with self._lock:
             self.meet(f"scatter page {store.uid} from rank {source}")
-            self._connect([store])
-            traffic = _Traffic()
-            if self.rank == source:
-                assert full is not None
-                full = _in_memory(full)
-                for peer in self._peers:
-                    self._send(traffic, full[slice(*store.layout.bounds(peer))], peer)
-                store.shard.copy_(full[slice(*store.layout.bounds(self.rank))])
-            else:
-                self._receive(traffic, store.shard, source)
-            self._finish(traffic)
+            with self._no_half_messages():
+                self._connect([store])
+                traffic = _Traffic()
+                if self.rank == source:
+                    assert full is not None
+                    full = _in_memory(full)
+                    for peer in self._peers:
+                        self._send(traffic, full[slice(*store.layout.bounds(peer))], peer)
+                    store.shard.copy_(full[slice(*store.layout.bounds(self.rank))])
+                else:
+                    self._receive(traffic, store.shard, source)
+                self._finish(traffic)
 
     def close(self) -> None:
         self._stores.clear()
@@ -325,12 +333,12 @@ class Rounds:
     def _serve(self, peer: int) -> None:
         """Answer a header of `peer` that the program does not come for (in a thread of the inbox)."""
         with self._lock:
-            if self._inbox.pending(peer) and not self.writing and self._failed is None and self._host is not None:
+            if self._inbox.pending(peer) and not self.writing and self._host is not None:
                 try:
                     with torch.no_grad():
                         self._round(Request(Kind.IDLE))
                 except Exception as error:  # told to the program when it comes
-                    self._failed = error
+                    self._failed = self._failed or error
 
     # -- one round
 
@@ -340,9 +348,7 @@ class Rounds:
         frames: Sequence[_Wanted] = (),
         gradients: Sequence[torch.Tensor] = (),
     ) -> Round:
-        with self._lock:
-            if self._failed is not None:
-                raise self._failed
+        with self._lock, self._no_half_messages():
             requests = self._exchange(replace(mine, ended=self.ended, made=self._made))
             made = Round(requests, self._deferred(requests))
             served = [(rank, request) for rank, request in enumerate(requests) if rank not in made.deferred]
@@ -355,6 +361,26 @@ class Rounds:
                     self._serve_add(traffic, rank, request, gradients)
             self._finish(traffic)
             return made
+
+    @contextmanager
+    def _no_half_messages(self) -> Iterator[None]:
+        """After what ends messages halfway (a lost peer, a signal's exception, memory), none is made any more: what
+        the peers sent for that one would be taken for the next."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except (DivergenceError, TransportUnavailableError):
+            raise  # on all ranks, before the first message
+        except PeerLostError as error:
+            self._failed = error
+            raise
+        except BaseException as error:
+            self._failed = PeerLostError(
+                f"rank {self.rank} broke off a message to its peers ({error!r}), so it cannot tell their next ones "
+                "from what is left of it. End the program on all ranks, and resume it from a checkpoint."
+            )
+            raise
 
     def _deferred(self, requests: list[Request]) -> set[int]:
         """The ranks whose requests have to wait for another round. All ranks see the same headers and come to the
