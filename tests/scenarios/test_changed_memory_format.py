@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,3 +117,94 @@ def _states_in_another_order(transport: str) -> None:
 @everywhere
 def test_states_of_another_order_are_loaded(transport: str, world: int) -> None:
     run(world, _states_in_another_order, transport)
+
+
+def _loss_in_16_bits(model: Callable[[Tensor], Tensor], step: int, rank: int) -> Tensor:
+    return model(_batch(step, rank).bfloat16()).float().square().mean()
+
+
+def _in_16_bits(transport: str) -> None:
+    """Masters go on from the weights as they stand when their order changes; the optimizer's state stays."""
+    exact, plain, model = plain_copy(_build), plain_copy(_build).bfloat16(), plain_copy(_build)
+    reference, optimizer = (torch.optim.Adam(each.parameters(), lr=1e-2) for each in (exact, model))
+    engine = zp.Engine(model, optimizer, {"transport": transport, "precision": "bf16"})
+    world = dist.get_world_size()
+    for step in range(4):
+        if step == 2:
+            for change in CHANGES.values():
+                change(plain)
+                change(model)
+            for name in ("0.weight", "2.weight"):
+                exact.get_parameter(name).data.copy_(plain.get_parameter(name))
+        exact.zero_grad()
+        for rank in range(world):
+            plain.zero_grad()
+            _loss_in_16_bits(plain, step, rank).backward()
+            for master, parameter in zip(exact.parameters(), plain.parameters(), strict=True):
+                assert parameter.grad is not None
+                part = parameter.grad.float() * (1 / world)
+                master.grad = part if master.grad is None else master.grad + part
+        engine.backward(_loss_in_16_bits(engine, step, dist.get_rank()))
+        reference.step()
+        engine.step()
+        plain.load_state_dict(exact.state_dict())
+        for name, parameter in model.named_parameters():
+            state = reference.state[exact.get_parameter(name)]
+            for key in ("exp_avg", "exp_avg_sq"):
+                same(state[key], optimizer.state[parameter][key], f"{key} of {name}")
+    same_parameters(plain, model)
+    engine.close()
+
+
+@everywhere
+def test_in_16_bits(transport: str, world: int) -> None:
+    run(world, _in_16_bits, transport)
+
+
+def _saved_and_changed(transport: str, folder: Path) -> None:
+    """A checkpoint is of logical tensors: models of another order load it, whether it changed before or after."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = plain_copy(_build)
+        return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def train(engine: zp.Engine, step: int) -> None:
+        engine.backward(engine(_batch(step, dist.get_rank())).square().mean())
+        engine.step()
+
+    def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        averaged_backward(model.parameters(), lambda rank: model(_batch(step, rank)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = made()
+    (changed, _), (built, _) = sharded = [made() for _ in range(2)]
+    first, second = (zp.Engine(*one, {"transport": transport}) for one in sharded)
+    for step in range(2):
+        train_plain(*plain, step)
+        train(first, step)
+    also_changed = copy.deepcopy(plain)
+    first.save(folder, tag="as built")
+    for change in CHANGES.values():
+        change(changed)
+        change(also_changed[0])
+    first.save(folder, tag="changed")
+    train(first, 7)  # to be undone
+    first.load(folder, tag="as built")
+    second.load(folder, tag="changed")
+    for engine, (model, optimizer), beside in ((first, sharded[0], also_changed), (second, sharded[1], plain)):
+        train_plain(*beside, 2)
+        train(engine, 2)
+        same_parameters(beside[0], model)
+        for name, parameter in model.named_parameters():
+            state = beside[1].state[beside[0].get_parameter(name)]
+            for key in ("exp_avg", "exp_avg_sq"):
+                same(state[key], optimizer.state[parameter][key], f"{key} of {name}")
+    assert [model.get_parameter("0.weight").is_contiguous() for model in (changed, built)] == [False, True]
+    first.close()
+    second.close()
+
+
+@everywhere
+def test_a_checkpoint_knows_no_order(transport: str, world: int, tmp_path: Path) -> None:
+    run(world, _saved_and_changed, transport, tmp_path)

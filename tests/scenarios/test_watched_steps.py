@@ -17,6 +17,7 @@ import zeropage as zp
 from tests.harness import run
 from tests.harness.models import build_mlp, mlp_batch
 from tests.scenarios.beside import averaged_backward, everywhere, plain_copy, same, same_parameters
+from zeropage.gradients import DTYPES
 
 Optimizer = torch.optim.Optimizer
 Seen = list[dict[str, Tensor]]
@@ -141,7 +142,7 @@ def test_scheduled_and_watched(transport: str, world: int) -> None:
     run(world, _scheduled_and_watched, transport)
 
 
-def _in_16_bits(transport: str) -> None:
+def _in_16_bits(transport: str, precision: str) -> None:
     """What is watched has the values of what is not."""
     warnings.filterwarnings("ignore", ".* is not elementwise")
     models = [plain_copy(build_mlp) for _ in range(2)]
@@ -150,9 +151,10 @@ def _in_16_bits(transport: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if watches:
             _pre_hook(optimizer, seen)
-        engine = zp.Engine(model, optimizer, {"transport": transport, "precision": "bf16", "clip_grad_norm": 1e-3})
+        engine = zp.Engine(model, optimizer, {"transport": transport, "precision": precision, "clip_grad_norm": 1e-3})
         for step in range(3):
-            engine.backward(engine(mlp_batch(step, 0, dist.get_rank()).bfloat16()).float().square().mean())
+            batch = mlp_batch(step, 0, dist.get_rank()).to(DTYPES[precision])
+            engine.backward(engine(batch).float().square().mean())
             engine.step()
         engine.close()
     norms = [float(each["group"]) for each in seen]
@@ -163,8 +165,9 @@ def _in_16_bits(transport: str) -> None:
 
 
 @everywhere
-def test_in_16_bits(transport: str, world: int) -> None:
-    run(world, _in_16_bits, transport)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_16_bits(transport: str, world: int, precision: str) -> None:
+    run(world, _in_16_bits, transport, precision)
 
 
 def _failed_and_gone(transport: str) -> None:
